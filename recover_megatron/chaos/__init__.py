@@ -1,10 +1,10 @@
 """Fault injection: deaths and hangs on demand, to check that a run survives them.  Standard library only.
 
-From inside the worker, at an exact place in the step, for tests and for trying one fault::
+A worker injects a fault into itself at an exact place in the step, for tests and for trying one fault::
 
     --recover-inject 5@7:backward:kill
 
-From outside, with signals at random times, for soak tests::
+A separate process sends signals to workers at random times, for soak tests::
 
     python -m recover_megatron.chaos --log-dir DIR --mtbf 60 --seed 1
 """

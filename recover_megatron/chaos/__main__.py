@@ -1,12 +1,12 @@
 """``python -m recover_megatron.chaos``: kill random workers of a running recover-run job, at random times.
 
 The times between strikes are exponentially distributed; their mean is the mean time between failures of the complete
-job.  The seed determines the sequence of times, lots and kinds, so two runs with the same live workers at the same
-times are struck alike.  Only workers of this host are struck.
+job.  The seed determines the times, the victims (as random numbers in [0, 1)) and the kinds of all strikes, so two runs
+with the same live workers at the same times receive the same strikes.  Only workers of this host are struck.
 
 workers.json (docs/operations.md) lists pids, and the kernel may reuse the pid of a worker that has ended.  So a process
-is struck only if the launcher started it: its start time is the one in workers.json, and it is the leader of its
-session, as all workers are.  From then on a pidfd refers to exactly this process; signals go through the pidfd.
+is struck only if it is certainly the worker: its start time must equal the one in workers.json, and it must lead a
+session, as every worker does.  Signals are sent through a pidfd, which never refers to another process.
 
 Exit status: 0 if the run has ended; 1 if there was no live worker; 2 for a mistake in the command or the folder.
 """
@@ -35,14 +35,15 @@ from recover_megatron.run_log.events import CHAOS_FILE, EventsFile
 WORKERS_FILE = "workers.json"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LOOK_AGAIN = 0.5
-"""Seconds between two reads of workers.json; the end of a worker is noticed at once."""
+"""Seconds between two reads of workers.json; the end of a worker is noticed at once, through its pidfd."""
 _START_TOLERANCE = 2.0
-"""Allowed difference between the kernel's and the launcher's start time, in seconds; the clock may be adjusted."""
+"""Allowed difference, in seconds, between a worker's start times as noted by the kernel and by the launcher; the clock
+may be adjusted meanwhile."""
 _LIVE = ("starting", "running")
 
 
 class NoWorkers(Exception):
-    """Error for a workers.json that recover-run has not written; its text is for the user."""
+    """Error for a workers.json that cannot be read or is not a valid list of workers; its text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Held:
     pidfd: int
 
     def alive(self) -> bool:
-        """Return whether the process still exists; a stopped process does."""
+        """Return whether the process still exists; a stopped process (SIGSTOP) counts as existing."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
 
     def send(self, number: signal.Signals) -> bool:
-        """Send the signal; return False if the process has ended before."""
+        """Send the signal; return False if the process has already ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
             return True
@@ -72,11 +73,11 @@ class Victims:
     log_dir: Path
     host: str = field(default_factory=socket.gethostname)
     expected: bool = False
-    """True if a worker was still to be started at the last ``live``."""
+    """True if, at the last call of ``live``, a worker had not been started yet."""
     _held: dict[int, Held] = field(default_factory=dict)
 
     def live(self) -> dict[int, Held]:
-        """Return worker id -> worker for all live workers.  Raises NoWorkers if the file cannot be parsed."""
+        """Return all live workers by worker id.  Raises NoWorkers if workers.json cannot be read or is not valid."""
         entries = self._entries()
         self.expected = any(entry.get("state") == "starting" for entry in entries)
         for worker in [worker for worker, held in self._held.items() if not held.alive()]:
@@ -90,7 +91,7 @@ class Victims:
         return dict(self._held)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for ``seconds``, or until one of the held workers ends."""
+        """Sleep for ``seconds``, or until a worker that the last ``live`` returned ends."""
         poll = select.poll()
         for held in self._held.values():
             poll.register(held.pidfd, select.POLLIN)
@@ -115,7 +116,7 @@ class Victims:
 def hold(pid: int, started: float) -> int | None:
     """Return a pidfd of the worker that had ``pid`` at the time ``started`` (unix seconds); None if it has ended.
 
-    The pidfd is opened first and the process checked afterwards: if the process is the worker, so is the pidfd.
+    The pidfd is opened before the process is checked, so a pid that is reused in between cannot pass the check.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -144,23 +145,23 @@ def _session_and_start(pid: int) -> tuple[int, float] | None:
 
 
 class Draw(NamedTuple):
-    """Strike, drawn before it is known which workers are live."""
+    """Random draw of one strike, which does not depend on the live workers."""
 
     after: float
-    """Seconds since the previous strike (for the first, since the start)."""
+    """Seconds from the previous strike to this one (to the first strike: from the start)."""
     lot: float
     """Number in [0, 1) that selects one of the live workers."""
     kind: str
 
     def victim(self, candidates: Sequence[int]) -> int:
-        """Return the worker of ``candidates`` (not empty) that the lot selects; their order does not matter."""
+        """Return the worker that the lot selects from ``candidates``, which is not empty, in any order."""
         return sorted(candidates)[int(self.lot * len(candidates))]
 
 
 def draws(seed: int, mtbf: float, kinds: Sequence[str]) -> Iterator[Draw]:
-    """Yield the endless sequence for a seed; the times between strikes are exponential with mean ``mtbf``.
+    """Yield the endless sequence of draws for ``seed``; the times between strikes are exponential with mean ``mtbf``.
 
-    Each draw consumes the same number of random numbers, so the n-th draw is the same whatever happened before.
+    Each draw consumes three random numbers, so the n-th draw does not depend on what happened before.
     """
     source = random.Random(seed)
     while True:
@@ -174,15 +175,15 @@ class Chaos:
         self._file = EventsFile(log_dir / CHAOS_FILE)
         self._max_kills = max_kills
         self._keep = keep
-        self._struck: set[int] = set()  # pids, ended or stopped: no worker is struck twice
+        self._struck: set[int] = set()  # pids of workers killed or stopped: no worker is struck twice
         self.strikes = 0
 
     def wait_for_workers(self, seconds: float) -> bool:
-        """Wait until a worker of the run is live here; return False if none is in time."""
+        """Wait until a worker of the run is live on this host; return False if none is live after ``seconds``."""
         return not self._wait_while(lambda: not self._victims.live(), time.monotonic() + seconds)
 
     def run(self, kinds: Sequence[str], seed: int, mtbf: float) -> None:
-        """Strike until the run ends: no worker is live or about to start.  Raises NoWorkers."""
+        """Strike until the run has ended, that is, until no worker is live or about to start.  Raises NoWorkers."""
         due = time.monotonic()
         for number, draw in enumerate(draws(seed, mtbf, kinds), 1):
             due += draw.after
@@ -193,7 +194,7 @@ class Chaos:
             self._inject(number, draw)
 
     def _wait_while(self, condition: Callable[[], bool], due: float) -> bool:
-        """Wait until ``due``; return False if ``condition`` became false before."""
+        """Wait until the monotonic time ``due``; return False if ``condition`` became false before."""
         while condition():
             left = due - time.monotonic()
             if left <= 0:

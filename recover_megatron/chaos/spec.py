@@ -38,17 +38,18 @@ PHASES = (
     "rollback",
     "snapshot",
 )
-"""Places where a fault can strike, in the order of an iteration; the last ones are outside this order.
+"""Places where a fault can strike: those of an iteration in its order, then places that occur only at certain events.
 
 recovery   anywhere while a step is being finished after a loss
-regroup    a worker takes a place: its groups are created (visit 1), it has its state (visit 2)
+regroup    a worker takes a place: its groups have been created (visit 1), it has received its state (visit 2)
 transfer   a worker begins to send its state to another worker
-rollback   a checkpoint is loaded in place: before (visit 1), after (visit 2); named by the iteration that follows it
-snapshot   a snapshot for the memory tier is copied but not yet sent (visit 1), this worker has all its copies (2)
+rollback   a checkpoint is loaded in place: before (visit 1), after (visit 2); ITERATION is the one that follows it
+snapshot   a snapshot for the memory tier is copied but not yet sent (visit 1); this worker has received all copies that
+           it must hold (visit 2)
 
 With the distributed optimizer:
 
-shadow       a finished sum arrived at the next holder (as in all-gather, whose half it is)
+shadow       a finished sum has been stored on this worker (visited in all-gather, too)
 norm         before the gradient norms are exchanged
 update       before the parameters and the optimizer's state are updated (visit 1), and after (visit 2)
 param-gather updated parameters arrived
@@ -72,7 +73,7 @@ class Kind(enum.StrEnum):
     EXIT = "exit"
     """sys.exit(1)."""
     DEVICE = "device"
-    """A failed assertion in a kernel: the worker's CUDA device becomes unusable.  Without a device, an exception."""
+    """A failed assertion in a CUDA kernel, which makes the worker's device unusable; without a device, an exception."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ class BadSpec(UserError, ValueError):
 
 
 def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
-    """Return the faults, in order; ``workers``: how many, if known.  Raises BadSpec (a ValueError) with all reasons."""
+    """Return the faults in the order of ``text``.  Raises BadSpec (a ValueError) with all reasons.
+
+    ``workers``: number of workers; None: not known, so worker ids are not checked.
+    """
     faults: list[Fault] = []
     reasons: list[str] = []
     for item in text.split(",") if text.strip() else []:
@@ -155,7 +159,7 @@ class Injector:
     """Injects the faults of one worker.  Call ``at`` at every visit of a phase."""
 
     def __init__(self, faults: Iterable[Fault], worker: int, break_device: Callable[[], None] | None = None) -> None:
-        """Keep the faults of ``worker``.  ``break_device`` breaks its CUDA device; None: it has none."""
+        """Keep the faults of ``worker``.  ``break_device`` makes its CUDA device unusable; None: it has no device."""
         self._waiting: dict[tuple[str, int], dict[int, Fault]] = {}
         for fault in faults:
             if fault.worker == worker:
@@ -164,13 +168,14 @@ class Injector:
         self._break_device = break_device
         self._lock = threading.Lock()  # a phase may be visited by several threads (several buckets in flight)
         self.active = bool(self._waiting)
-        """True if a fault of this worker is still to come; if False, ``at`` need not be called."""
+        """True if a planned fault of this worker has not struck yet; if False, ``at`` need not be called."""
 
     def at(self, phase: str, iteration: int) -> None:
         """Strike if a fault is planned for this visit of ``phase`` in ``iteration`` (counted from 1).
 
-        Does not return from kind ``kill``; returns from ``stop`` after a SIGCONT.  Raises InjectedFault for ``raise``
-        and SystemExit for ``exit``, in the calling thread.  After ``device`` the next CUDA call fails.
+        After a ``kill`` it does not return; after a ``stop`` it returns once the process receives SIGCONT.  It raises
+        InjectedFault for ``raise`` and SystemExit for ``exit``, in the calling thread.  After ``device`` it returns,
+        and the next CUDA call fails; if this worker has no device, it raises InjectedFault.
         """
         if not self.active or (phase, iteration) not in self._waiting:
             return
@@ -182,7 +187,7 @@ class Injector:
         with self._lock:
             place = phase, iteration
             if place not in self._waiting:
-                return None  # another thread took its last fault
+                return None  # another thread has injected the last fault of this place
             self._visits[place] += 1
             fault = self._waiting[place].pop(self._visits[place], None)
             if not self._waiting[place]:

@@ -1,4 +1,4 @@
-"""recover-run: the supervisor that starts the workers of a training job on one node and watches them to the end.
+"""recover-run: the supervisor that starts the workers of a training job on one node and watches them until they end.
 
 ``python -m recover_megatron.launch`` is the same command.  docs/operations.md is its manual.  Everything here uses the
 standard library only, except nodes/store.py and the device test, which import torch when needed, and psutil in
@@ -10,18 +10,19 @@ Modules, from the outside in::
     slurm                           the environment of a SLURM step
     command_line/
         arguments, readers          the command line and the environment, with all checks before a process starts
-        preflight, forecast         the script's flags: mistakes; what the loss of a node would cost
+        preflight, forecast         mistakes in the script's flags; what the loss of a node would cost
         plan                        the plan of a launch: ranks, addresses, ids; the workers' environment
     supervisor                      decides: the state machine of the launch, and its main loop
     messages                        the log lines: pure functions
-    conclusion                      the loss of a worker before the training begins; the exit code
+    conclusion                      handles the loss of a worker before the training begins; chooses the exit code
     workers/
         states                      the states of workers and of the launch: pure
         loop                        one selector: pipes, pidfds, signals, timers, calls from other threads
         worker_table                the workers' records and processes; how they are stopped
         processes, exec_worker      start a process that dies with the launcher; find and kill its descendants
         dying                       notices that a worker is dying, and how, before its process has gone
-        reaper                      ... when the launcher has been killed; reads the output while it does not run
+        reaper                      a process that kills the workers if the launcher is killed, and reads their output
+                                    while the launcher is stopped
         successors                  workers that are started during the run; newcomers that are too late
         output                      workers' output: prefixes, log files, bounded memory
         log_folder                  files in the log folder: the lock, workers.json, the secret, the logs

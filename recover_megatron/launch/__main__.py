@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line ``argv`` (default: this process's) and end the process with its exit code."""
-    # Until the supervisor handles it, Ctrl-C ends the process without a traceback; nothing has been started then.
+    # Until the supervisor handles SIGINT, Ctrl-C ends the process without a traceback: no worker has been started yet.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
@@ -18,14 +18,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from recover_megatron.variables import FIRST_START_VARIABLE
 
     attempt = take_attempt()
-    if not attempt:  # set by the run in whose worker this launcher runs
+    if not attempt:  # else it is inherited from another run, if this launcher was started by one of its workers
         os.environ.pop(FIRST_START_VARIABLE, None)
     code = run_guarded(sys.argv[1:] if argv is None else argv, attempt, take_left_out())
     if code == START_AGAIN:
         start_again(attempt + 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads may be blocked in the store's C++ code, which the interpreter's shutdown would wait for or run into.
+    # Threads may be blocked in the store's C++ code: the interpreter's shutdown could hang or crash because of them.
     os._exit(code)
 
 

@@ -47,14 +47,14 @@ def run_guarded(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = 
     _open_standard_streams()
     try:
         return run(argv, attempt, without)
-    except Exception:  # noqa: BLE001 - shown in full; the reaper kills the workers when this process has ended
+    except Exception:  # noqa: BLE001 - logged in full; the reaper kills the workers when this process has ended
         traceback.print_exc()
         log.info("this is a bug in recover-run; all workers are killed")
         return LAUNCH_FAILED
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams on /dev/null: otherwise the next opened file would be mistaken for one."""
+    """Open closed standard streams on /dev/null: otherwise the next opened file would get a stream's descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -132,7 +132,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     reserved: socket.socket | None = None
     reason: str | None = None
     several = options.nnodes > 1 or options.join
-    outside = _elsewhere(options)  # a login node is not part of the run: it has none of its addresses and secrets
+    outside = _elsewhere(options)  # a login node is not part of the run: it lacks the run's addresses and secrets
     if several and not outside:
         reasons += _check_secret(options)
         reason = None if reasons else _await_others(options, options.rendezvous_timeout)
@@ -151,7 +151,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
 
 
 def _elsewhere(options: arguments.Options) -> bool:
-    """Return whether the command only checks a launch that other hosts would start."""
+    """Return whether the command only checks (``--check``) a launch that also needs other hosts."""
     return options.check and (options.nnodes > 1 or options.join)
 
 
@@ -162,13 +162,13 @@ def _here(options: arguments.Options) -> int:
 
 
 def _limits(options: arguments.Options) -> preflight.Limits | None:
-    """Return the limits of this host for its workers and spares."""
+    """Compare the limits of this host (open files, processes) with the needs of its workers; None if not known."""
     world = options.world_size if options.join else options.nnodes * options.nproc_per_node
     return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
 
 
 def _await_others(options: arguments.Options, seconds: float) -> str | None:
-    """Wait until the names of the needed hosts can be resolved; return the reason if they cannot."""
+    """Wait at most ``seconds`` until the needed hosts' names can be resolved; return the reason if they cannot."""
     if not options.join:
         return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
     if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
@@ -179,7 +179,7 @@ def _await_others(options: arguments.Options, seconds: float) -> str | None:
 def _tell_others(
     options: arguments.Options, reserved: socket.socket | None, attempt: int, reasons: Sequence[str]
 ) -> None:
-    """Report the refusal of this node to the other launchers, which may not refuse."""
+    """Notify the other launchers, which may have accepted the command line, that this node has refused it."""
     if options.check or options.join or options.nnodes == 1 or (options.node_rank == 0 and reserved is None):
         return
     with contextlib.suppress(SecretError):
@@ -188,9 +188,9 @@ def _tell_others(
 
 
 def _check_folders(options: arguments.Options) -> list[str]:
-    """Return the reasons against --save, where node 0, and with --recover any node, must be able to write.
+    """Return the reason if this node must be able to write into the folder of --save, but cannot.
 
-    With --check, also return the reasons against folders that another run uses.
+    Node 0 must be able to; with --recover, every node.  With --check, also return the folders that another run uses.
     """
     folders = _named_folders(saves_checkpoints(str(options.script), options.script_args), options.script_args)
     reasons: list[str | None] = []
@@ -208,9 +208,9 @@ def _check_folders(options: arguments.Options) -> list[str]:
 
 
 def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
-    """Return the folders that the script's arguments name, in which only one run may write, by flag.
+    """Return, by flag, the folders of the script's arguments into which only one run at a time may write.
 
-    ``saves``: whether its --save is Megatron's.
+    ``saves``: True if the script's --save is Megatron's.
     """
     save = save_folder(script_args) if saves else None
     found = {"--save": save} if save and "://" not in save else {}
@@ -241,7 +241,10 @@ def _check_domains(options: arguments.Options) -> list[str]:
 
 
 def _domains(options: arguments.Options) -> Domains:
-    """Return the domains of each node that ``--recover-domain @FILE`` lists: in its order, or in SLURM's."""
+    """Return the domains of each node that ``--recover-domain @FILE`` lists; empty without such a file.
+
+    The nodes are in SLURM's order if the file lists all of SLURM's nodes, else in the file's order.
+    """
     try:
         listed = listed_domains(config_or_defaults(options.script_args).domain)
     except ValueError:
@@ -252,9 +255,10 @@ def _domains(options: arguments.Options) -> Domains:
 
 
 def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None]:
-    """Return the locks of the script's folders and of the log folder, held if this node knows the id of the run.
+    """Return the locks of the script's folders, and the lock of the log folder (None: there is no log folder).
 
-    Raises UsageError.
+    Node 0 takes the locks.  Other nodes and joining launchers only check them: they do not know the run's id yet.
+    Raises UsageError if another run uses a folder.
     """
     started, address = time.time(), (plan.master_addr, plan.master_port)
     own_claim = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
@@ -270,7 +274,7 @@ def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None
         other = FolderLock(folder.resolve(), own_claim, log.info, option, needed=False)
         if not (reason := _hold(other, plan)):
             others.append(other)
-        elif not plan.joins:  # the run that is joined may be known by another address
+        elif not plan.joins:  # a joining launcher may know its run by another address than the lock names
             _refuse(others, other, plan, reason)
     if lock and (reason := _hold(lock, plan)):
         _refuse(others, lock, plan, reason)
@@ -284,7 +288,7 @@ def _refuse(held: Sequence[FolderLock], taken: FolderLock, plan: LaunchPlan, rea
 
 
 def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
-    """Take, check or join the lock; return the reason if it cannot be had."""
+    """Take, check or join the lock, depending on this node's part in the run; return the reason if that fails."""
     if plan.joins:
         return lock.join(plan.run_id)
     return lock.check() if plan.node_rank > 0 else lock.take()
@@ -298,7 +302,10 @@ def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> arguments.UsageE
 
 
 def _check_secret(options: arguments.Options) -> list[str]:
-    """Return the mistakes of the user's secret, or that it is missing: several nodes cannot generate a common one."""
+    """Return the reason if the user's secret is not valid, or is missing although the run needs one.
+
+    Only the user can give several nodes a common secret: their launchers cannot generate one.
+    """
     if not has_secret(os.environ):
         missing = f"a run on several nodes needs a shared secret: {SHARE_A_SECRET}"
         if options.join:
@@ -332,7 +339,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: i
         max_restarts=options.max_restarts,
         device_test=device_test if options.max_restarts else (),
         device_test_timeout=options.device_test_timeout,
-        # SLURM's batch script and the store run on the first node: one loss should not also take the coordinator.
+        # SLURM's batch script and the store run on the first node, whose loss should not cost the coordinator, too.
         first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
         lease=options.lease,
         witness=options.witness,

@@ -1,5 +1,5 @@
-"""End of a launch: the loss of a worker before the training has begun (``StartUp``); and, after the last worker, the
-exit code and the final log lines (``Conclusion``).
+"""End of a launch: ``StartUp`` handles the loss of a worker before the training has begun; ``Conclusion`` chooses the
+exit code and logs the final lines after the last worker has ended.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
 
 OWN_END_SECONDS = 3.0
-"""Time for other workers to report an error, which often strikes many, before they are stopped."""
+"""Seconds from a worker's exit with an error to the stop of the other workers, which may report the same error."""
 REFUSED_SECONDS = 15.0
-"""The same time after a refusal: every worker refuses, and each may report another reason."""
+"""Seconds from the first worker's refusal to the stop of the other workers, each of which may report another reason."""
 TELL_SECONDS = 3.0
-"""Time for the launcher of a lost worker, which knows the cause best, to report it first."""
+"""Seconds in which the launcher of a lost worker, which knows the cause best, can report the loss before this one."""
 START_GRACE_SECONDS = 2.0
-"""Time from SIGTERM to SIGKILL at the start: there is nothing to save yet."""
+"""Seconds from SIGTERM to SIGKILL before the training has begun: the workers have nothing to save yet."""
 ASK_SECONDS = 2.0
-"""Time limit for the coordinator's answer whether there is a plan."""
+"""Most seconds to wait for the coordinator's answer whether there is a plan."""
 
 
 @dataclass(eq=False)
@@ -49,18 +49,19 @@ class StartUp:
         a worker is lost --is there a plan?--> yes: the training has begun, the others continue
                                        | no
                                        |--killed by a signal-------> the launch ends, on all nodes, at once
-                                       `--exited--OWN_END_SECONDS--> the same, after the others' reports
+                                       `--exited--OWN_END_SECONDS--> the launch ends, after the other workers' reports
 
-        a node is lost: its launcher has ended, or its host is silent --no plan, as above--> at once
+        a node is lost: its launcher has ended, or its host is silent --no plan yet--> the launch ends at once
 
     With ``--max-restarts`` or spares, the launch does not end if workers were only killed: all launchers repeat the
     start (processes.py), up to ``LaunchPlan.starts`` times; if spares can replace the workers of a lost node
-    (``LaunchPlan.spared``), node 0 decides to start without it.  An error of the training would only recur.
+    (``LaunchPlan.spared``), node 0 decides to start without it.  After an error of the training nothing is repeated,
+    because the error would only recur.
 
     Until the coordinator has made the first plan, the workers wait for each other in torch's store and in barriers of
-    gloo and NCCL: for a dead worker they would wait for minutes.  So the first process that notices a loss (this
-    launcher: a worker's end; the coordinator: a closed connection; node 0: a lost launcher) ends the launch; nothing
-    was trained yet.  Without a coordinator, a training never begins in this sense: any loss ends the launch.
+    gloo and NCCL, where they would wait minutes for a dead worker.  So the first process that notices a loss ends the
+    launch: this launcher notices a worker's end, the coordinator a closed connection, node 0 a lost launcher.  Nothing
+    was trained yet.  Without a coordinator there is never a plan, so any loss ends the launch.
     """
 
     _loop: EventLoop
@@ -69,11 +70,12 @@ class StartUp:
     _control: ControlPlane
     _say: Callable[[str], None]
     _go_on_without: Callable[[WorkerProcess, int], None]
-    """Callback for a worker that ended after the training began: the worker, the number of processes it left behind."""
+    """Callback for a worker that ended after the training began; arguments: the worker, and the number of processes
+    that it left behind."""
     _fail_launch: Callable[..., None]
-    """Ends the launch on all nodes: reason, exit code; with START_AGAIN, the nodes to leave out."""
+    """Ends the launch on all nodes; arguments: reason, exit code, and, for START_AGAIN, the nodes to leave out."""
     _lost: list[int] = field(default_factory=list)
-    """Lost nodes."""
+    """Ranks of the nodes lost before the training began."""
 
     @property
     def under_way(self) -> bool:
@@ -81,7 +83,7 @@ class StartUp:
         return self._plan.needs_all and not self._control.agent.planned
 
     def ended_in_it(self, worker: WorkerProcess) -> bool:
-        """Return whether, as far as this launcher knows, ``worker`` was lost while it was needed."""
+        """Return whether, as far as this launcher knows, ``worker`` was lost while the launch needed all workers."""
         return self.under_way and worker.worker_id < self._plan.world_size and worker.state is not WorkerState.FINISHED
 
     def worker_lost(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
@@ -89,7 +91,10 @@ class StartUp:
         self._control.when_up_to_date(ASK_SECONDS, partial(self._judge, worker, left_behind, cause))
 
     def launcher_lost(self, what: str, goes_on: str = "", node: int = 0) -> None:
-        """Handle the loss of ``node``, in words ``what``; ``goes_on``: the log line if the training has begun."""
+        """Handle the loss of ``node``.
+
+        ``what`` describes the node and the cause; ``goes_on``: line to log if the training has begun, empty for none.
+        """
         if not self.under_way:
             self._say_of(goes_on)
             return
@@ -110,7 +115,7 @@ class StartUp:
             self._say(text)
 
     def others_lost(self) -> None:
-        """Check whether the coordinator excludes workers of other nodes; if so, end the launch."""
+        """End the launch if the coordinator counts workers of other nodes as missing before the training has begun."""
         missing_workers = self._control.agent.missing(self._plan.world_size) - {
             worker.worker_id for worker in self._table.launched
         }
@@ -120,7 +125,7 @@ class StartUp:
             self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
 
     def run_over(self) -> None:
-        """End the launch: the coordinator has ended the run, or no coordinator is reached."""
+        """End the launch if the coordinator has ended the run for missing workers before the training has begun."""
         if self.under_way and self._control.missed:
             text = f"the coordinator reports: {self._control.reason}"
             self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
@@ -141,9 +146,10 @@ class StartUp:
         self._loop.call_later(wait, partial(self._fail, text))
 
     def _fail(self, text: str, code: int | None = None, again: bool = True, without: Sequence[int] = ()) -> None:
-        """End the launch, or start again.
+        """End the launch, or make all launchers start again; do nothing if the training has begun meanwhile.
 
-        ``again``: a new start may be complete, with replacements; ``without``: nodes that the new start leaves out.
+        ``code``: exit code; None: derived from the ended workers.  ``again``: True if a new start may succeed.
+        ``without``: nodes that a new start leaves out.
         """
         plan = self._plan
         if not self.under_way:
@@ -193,14 +199,14 @@ def last_checkpoint(script_args: Sequence[str]) -> str | None:
 
 @dataclass(eq=False)
 class Conclusion:
-    """Decides how the launch has ended; the first available source decides::
+    """Chooses the exit code of the launch, from the first of these sources that exists::
 
         the event that has stopped the launch (a signal, a refusal, a new start)
-        the coordinator's verdict, unless it was not received and workers of this node have finished;
-            if the run was finished: the ends of this node's workers after they had left it
-        the ends of the workers, here and on other nodes (states.py)
+        the coordinator's verdict, unless no coordinator was reached and workers of this node have finished;
+            if the verdict is that the run was finished: the exit codes of this node's workers that had left it
+        the exit codes of the workers, here and on other nodes (states.py)
 
-    The last checkpoint is read from its files: perhaps no process is left that could report it.
+    The last checkpoint is read from its files, because perhaps no process is left that could report it.
     """
 
     _plan: LaunchPlan
@@ -211,9 +217,9 @@ class Conclusion:
     _say: Callable[[str], None]
 
     def verdict(self) -> int | None:
-        """Return the exit code that the coordinator has decided; None if it has not, or was not reached.
+        """Return the exit code that the coordinator has decided; None if it has decided none, or was not reached.
 
-        Called before the candidates of this launch are stopped: the last worker may have just reported to them.
+        Call it before this launch's candidates are stopped: the last worker may have just reported to one of them.
         """
         verdict = self._control.verdict()
         finished = any(worker.state is WorkerState.FINISHED for worker in self._table.all)
@@ -251,7 +257,7 @@ class Conclusion:
         return exit_code_after(outcomes, only_node=plan.nnodes == 1 and not plan.joins)
 
     def why(self, code: int, verdict: int | None) -> str:
-        """Return in one line why a launch that was not stopped has ended."""
+        """Return in one line why the launch has ended, if it was not stopped; ``code``: its exit code."""
         return self._control.reason if verdict == code else messages.ends(self._table.all)
 
     def tell(self, code: int, verdict: int | None, ended_by: str) -> None:

@@ -1,11 +1,11 @@
 """Test of a CUDA device, which a launcher runs before it starts a replacement worker on it.
 
     begin --exit code 0--> passed
-      |----any other end--> failed: the last line that it printed
+      |----any other end--> failed; the error is the last line that the test printed
       '----time is over---> killed, failed
 
-Workers on the host device, and launches without restarts, run no test.  The program, unless the user names another one,
-is this module (``main``), with torch; ``DeviceTests`` is the launcher's side, without torch::
+Workers on the host device, and launches without restarts, run no test.  Unless the user names another test program, it
+is this module's ``main``, which needs torch; ``DeviceTests`` runs it in the launcher, without torch::
 
     python -m recover_megatron.launch.device_test      tests the device of local rank LOCAL_RANK
 
@@ -53,7 +53,7 @@ def computes(device: torch.device, size: int = BYTES, side: int = SIDE) -> str:
     if int(memory.min()) != PATTERN or int(memory.max()) != PATTERN:
         return f"{size >> 20} MiB of its memory do not keep the values that were written"
     del memory
-    # Small whole numbers: every product and every sum is exact in float32 (and in TF32), in whatever order.
+    # Small whole numbers, so that every product and every sum is exact in float32 (and in TF32), in any order.
     numbers = torch.arange(side * side, dtype=torch.int64).view(side, side)
     left, right = ((numbers * 7 + numbers // side) % 8).float(), ((numbers * 5 + 3) % 8).float()
     known = left @ right
@@ -116,12 +116,12 @@ def examine(local_rank: int) -> str:
 
 DEFAULT = (sys.executable, "-m", "recover_megatron.launch.device_test")
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
-"""Device files of the CUDA driver, of which one exists; the second on WSL."""
+"""Device files of the CUDA driver, of which one exists: the second on WSL, else the first."""
 _LAST_BYTES = 4096
 
 
 def command_of(given: tuple[str, ...], device: str, drivers: tuple[str, ...] = DRIVERS) -> tuple[str, ...]:
-    """Return the command of the test: ``given``, else ours if ``device`` (--recover-device) is CUDA, else none."""
+    """Return the command of the test: ``given``, else DEFAULT if ``device`` (--recover-device) is CUDA, else empty."""
     if given:
         return given
     cuda = device == "cuda" or (device == "auto" and any(map(os.path.exists, drivers)))
@@ -146,7 +146,10 @@ class DeviceTests:
     """Time limit of one test."""
 
     def begin(self, environment: Mapping[str, str], then: Callable[[str], None]) -> None:
-        """Test a worker's device; ``then`` receives the error, empty if it has passed.  Raises OSError."""
+        """Test a worker's device; ``then`` receives the error, empty if the test has passed.
+
+        Raises OSError if the test cannot be started.
+        """
         output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
         pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno(), deaf=True)
         test = _Test(output, self._loop.call_later(self._seconds, lambda: self._late(test, pid)), then)

@@ -1,4 +1,4 @@
-"""Messages of recover-run: pure functions of the event."""
+"""Messages of recover-run, as constants and pure functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ def worker_ended(
     *,
     tests_device: bool = False,
 ) -> str:
-    """Describe a worker's end; ``others`` continue here (None: all workers are being stopped), ``killed`` are next."""
+    """Describe a worker's end and what follows.
+
+    ``others``: number of workers that continue on this host (None: all are being stopped); ``left_behind``: processes
+    of the worker that were killed after it; ``successor``: its replacement; ``killed``: number of evicted workers that
+    are being killed.
+    """
     how, swept = _outcome(worker) + (f" ({cause})" if cause else ""), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
         return f"worker {worker.worker_id} {how}{swept}"
@@ -62,7 +67,7 @@ def worker_ended(
 
 
 def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
-    """Return the log line, and the note in workers.json, of a worker whose core is being written."""
+    """Return the log line about a worker whose core is being written, and its note in workers.json."""
     how = signal_name(-end.code) if end.code else "a fatal signal"
     device = "its device is free after that"
     return (
@@ -73,7 +78,7 @@ def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
 
 
 def fenced(worker: WorkerProcess) -> tuple[str, str]:
-    """Return the log line, and the note in workers.json, of a worker that ran without its death-notice thread."""
+    """Return the log line about a worker that ran without its death-notice thread, and its note in workers.json."""
     why = "its process had executed another program, or its thread recover-death-notice had ended"
     return f"{_name_of(worker)} counts as dead and was killed: {why}; {_log(worker)}", f"killed: {why}"
 
@@ -93,7 +98,7 @@ def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) ->
 
 
 def spared(plan: LaunchPlan, without: Sequence[int]) -> str:
-    """Return a sentence suffix: the nodes that the start leaves out, and the spares that replace their workers."""
+    """Return a sentence suffix that names the nodes left out of the start, and the spares in their workers' places."""
     places = ranges(sorted(node * plan.nproc_per_node + n for node in without for n in range(plan.nproc_per_node)))
     return f" without node {', '.join(map(str, without))}, spares of node {plan.nnodes - 1} as workers {places}"
 
@@ -124,12 +129,12 @@ def _log(worker: WorkerProcess) -> str:
 
 
 def device_failed(worker: WorkerProcess, why: str) -> str:
-    """Return the note in workers.json of a worker that was not started."""
+    """Return the note in workers.json of a worker that was not started, because its device failed the test."""
     return f"not started: the device of local rank {worker.local_rank} failed its test: {why}"
 
 
 def left_out(worker: WorkerProcess, why: str) -> str:
-    """Return the log line about a worker that was not started, and what the user can do."""
+    """Return the log line about a worker that was not started, because its device failed the test."""
     return (
         f"worker {worker.worker_id} is not started: the device of local rank {worker.local_rank} on {worker.host} "
         f"failed its test ({why}). The run continues without this device; check nvidia-smi -q and dmesg (Xid), reset "
@@ -142,7 +147,7 @@ CHECKED = (
     "checked when the training starts"
 )
 EVICTED = "evicted"
-"""The note of a worker that the coordinator has evicted begins with this and a colon; its launcher kills it."""
+"""First word, followed by a colon, of the note of a worker that the coordinator has evicted and its launcher kills."""
 DRAINING = (
     "this node is being drained: its workers leave the run at the next iteration, and no worker is started here any "
     "more; recover-status shows when the node may be switched off"
@@ -151,7 +156,7 @@ OWN_FAULT = (
     "this is a bug in recover-run; the workers continue, but lost workers are not replaced from now on. Please report "
     "it with the lines above"
 )
-STAYS = "the drain of this node is cancelled, because the run needs it now: workers are started here as before"
+STAYS = "the drain of this node is cancelled, because the run needs this node: workers are started here again"
 DRAINED_BEFORE_ITS_START = "not started: its node is drained"
 
 
@@ -183,7 +188,10 @@ def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
 
 
 def continues_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
-    """Describe a launcher that exits while the run continues without its node; ``coordinators``: of the run."""
+    """Return the log line of a launcher that exits while the run continues without its node.
+
+    ``coordinators``: addresses of the run's coordinators; empty if they are not known.
+    """
     text = f"{why}: the run continues without this node"
     if not plan.fault_tolerant or not coordinators:
         return text
@@ -211,7 +219,7 @@ def no_run_to_join(code: int, reason: str) -> str:
 
 
 def ends(workers: Sequence[WorkerProcess]) -> str:
-    """Summarize how all workers have ended; workers that ended alike are named together."""
+    """Summarize how all workers have ended; workers that ended in the same way are named together."""
     finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]
     groups: dict[str, list[WorkerProcess]] = {}
     never = [worker for worker in workers if worker.pid is None]

@@ -3,15 +3,15 @@
 ::
 
     SLURM_JOB_ID, SLURM_STEP_ID                 the step, which determines the ports
-    SLURM_STEP_NODELIST  n[1-3,7],gpu-a[01-04]  its nodes, in SLURM's order
-    SLURM_NODEID                                this node's index among them
-    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task per node: recover-run; more: each task is a worker
+    SLURM_STEP_NODELIST  n[1-3,7],gpu-a[01-04]  the step's nodes, in SLURM's order
+    SLURM_NODEID                                this node's index among the step's nodes
+    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task per node: the task is recover-run; more: each task is a worker
 
-``step_of`` is a pure function of that environment: every node computes the same answer without communication.  A node's
+``step_of`` is a pure function of these variables, so all nodes agree on the result without communication.  A node's
 address is its name, if the network can resolve it, else the NodeAddr that SLURM uses.
 
-``shape_of`` gives the options of ``--slurm``.  ``python -m recover_megatron.launch.slurm``, in a batch script whose
-srun starts the workers directly, prints the placement of a job: see ``JobPlacement``.
+``shape_of`` returns recover-run's options with ``--slurm``.  A batch script whose srun starts the workers directly runs
+``python -m recover_megatron.launch.slurm``, which prints the placement of the job (``JobPlacement``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 MAX_NODES = 1 << 20
 FIRST_PORT, PORTS = 15000, 15000
-"""Port range below Linux's ephemeral ports (32768 and above)."""
+"""First port, and number of ports, of a range below Linux's ephemeral ports (32768 and above)."""
 PORTS_OF_A_STEP = 8
-"""Ports of one step: the store's, then those of separately started coordinators."""
+"""Number of ports of one step: first the store's port, then the ports of separately started coordinators."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SlurmStep:
     local_task: int = 0
     tasks: int = 1
     gpus: int = 0
-    """GPUs of this node for this job; 0: SLURM does not report them."""
+    """Number of this node's GPUs that SLURM gave to the job; 0 if SLURM does not report it."""
 
     @property
     def one_task_a_node(self) -> bool:
@@ -59,9 +59,9 @@ class SlurmStep:
 
 
 def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
-    """Return the step of this process; None if srun started none.  ValueError for values that SLURM never sets."""
+    """Return the step of this process; None if srun did not start it.  ValueError for values that SLURM never sets."""
     if JOB not in environ or STEP not in environ or "SLURM_NODEID" not in environ:
-        return None  # the batch script itself, and a shell of salloc, have no step
+        return None  # the batch script itself, and a shell of salloc, are not in a step
     nodes = tuple(nodes_of(environ))
     node = _number(environ, "SLURM_NODEID", None)
     if node >= len(nodes):
@@ -73,22 +73,22 @@ def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
 
 
 def nodes_of(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the nodes of this step, or before ``srun`` of this job; empty outside SLURM."""
+    """Return the names of this step's nodes; outside a step, of the job's nodes; empty outside SLURM."""
     text = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
     return expand(text) if text else []
 
 
 def ports(job: int, step: int) -> tuple[int, ...]:
-    """Return the ports of a step: neighbouring jobs, and the steps of one job, get different ports."""
+    """Return the ports of a step, chosen so that jobs with close ids, and the steps of one job, get different ports."""
     blocks = PORTS // PORTS_OF_A_STEP
     first = FIRST_PORT + (job + 37 * step) % blocks * PORTS_OF_A_STEP
     return tuple(range(first, first + PORTS_OF_A_STEP))
 
 
 def expand(text: str) -> list[str]:
-    """Return the names of a SLURM node list, in its order: ``n[1-3,7],gpu-a[01-04]``.
+    """Return the names of a SLURM node list, such as ``n[1-3,7],gpu-a[01-04]``, in the order of the list.
 
-    Several brackets in one name are nested loops, the last one the innermost.  Raises ValueError.
+    If one name has several brackets, the last bracket varies fastest.  Raises ValueError if the list is not valid.
     """
     names: list[str] = []
     items = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)  # split at the commas outside of brackets
@@ -156,14 +156,17 @@ def _ask_scontrol(name: str) -> str:
             timeout=SCONTROL_SECONDS,
         )
     except (OSError, subprocess.SubprocessError):
-        return ""  # not in the container, or the controller is unreachable: the caller names an alternative
+        return ""  # scontrol is missing (in a container), or its controller is unreachable: the caller raises an error
     return done.stdout
 
 
 def address_of(
     name: str, resolves: Callable[[str], bool] = _resolves, ask: Callable[[str], str] = _ask_scontrol
 ) -> str:
-    """Return the address of node ``name``: a host name or an IP address.  Raises ValueError with what to do."""
+    """Return the address of node ``name``: a host name or an IP address.
+
+    Raises ValueError, with advice for the user, if no address is known.
+    """
     if resolves(name):
         return name
     address = node_address(ask(name))
@@ -176,7 +179,10 @@ def address_of(
 
 
 def shape_of(environ: Mapping[str, str], master_addr: str | None) -> dict[str, str]:
-    """Return recover-run's options for this step, as text; GPUs if SLURM reports them.  ValueError names a fix."""
+    """Return recover-run's options for this step, as text; with ``nproc_per_node`` only if SLURM reports GPUs.
+
+    Raises ValueError, with advice for the user, if this process cannot be the launcher of a node.
+    """
     step = step_of(environ)
     if step is None:
         raise ValueError(
@@ -199,7 +205,7 @@ def shape_of(environ: Mapping[str, str], master_addr: str | None) -> dict[str, s
 
 
 def left_alone(environ: Mapping[str, str]) -> str:
-    """Return a hint if a launcher of a single node is a task of a step on several nodes; else an empty text."""
+    """Return a hint for a single-node launch that runs in a SLURM step on several nodes; else an empty text."""
     try:
         step = step_of(environ)
     except ValueError:
@@ -214,7 +220,7 @@ def left_alone(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """Placement of a job whose srun starts every worker: the store in worker 0, coordinators in a separate step."""
+    """Placement of a job whose srun starts every worker: worker 0 has the store, a separate step the coordinators."""
 
     master_addr: str
     master_port: int
@@ -225,12 +231,15 @@ class JobPlacement:
 
     @property
     def coordinators(self) -> tuple[str, ...]:
-        """Return the candidates in order of preference: the batch script's node is the last if possible."""
+        """Return the candidates in order of preference: a candidate on the batch script's node is the last."""
         return self.listen if self.relative else self.listen[1:] + self.listen[:1]
 
 
 def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> JobPlacement:
-    """Return the placement of this job, the same in every process.  ValueError outside a job or for an unknown node."""
+    """Return the placement of this job, the same in every process.
+
+    Raises ValueError outside a SLURM job, or if a node has no known address.
+    """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         raise ValueError("this process is not in a SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     nodes = expand(environ["SLURM_JOB_NODELIST"])
@@ -246,7 +255,7 @@ def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = addres
 
 
 def main() -> int:
-    """Print MASTER_ADDR MASTER_PORT RELATIVE LISTEN,.. COORDINATORS,.. in one line."""
+    """Print the job's placement in one line: MASTER_ADDR MASTER_PORT RELATIVE LISTEN,.. COORDINATORS,.."""
     try:
         places = places_of(os.environ)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Supervisor of one launch on one node, from the first process to the last.
 
-states.py draws the states of a launch and of a worker.  Everything here runs in the main thread, as callbacks of one
-event loop, so no two of them overlap.  The supervisor decides; its parts act (``launch/__init__.py`` names them).
+states.py draws the states of a launch and of a worker.  All code of this module runs in the main thread, as callbacks
+of one event loop, so no two callbacks overlap.  The supervisor decides; its parts (see ``launch/__init__.py``) act.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FAULT_SECONDS = 0.2
 class Supervisor:
     """State machine of a launch, created once; ``run`` returns the exit code.
 
-    The other public methods are events of its parts, described in ``Orders``, ``PeerEvents`` and ``SignalEvents``.
+    Its parts call the other public methods to report events: see ``Orders``, ``PeerEvents`` and ``SignalEvents``.
     """
 
     def __init__(
@@ -61,18 +61,19 @@ class Supervisor:
     ) -> None:
         """Create the parts; nothing is started yet.
 
-        ``listener``: the store's socket, on node 0; ``inherited``: the launcher's environment; ``lock``: of the log
-        folder; ``other_locks``: of the script's folders, which a joining node takes once it knows the run's id.
+        ``listener``: the store's socket, on node 0; ``inherited``: the launcher's environment; ``lock``: lock of the
+        log folder; ``other_locks``: locks of the script's folders.  A node other than 0 takes the locks once it knows
+        the run's id.
         """
         self._plan = plan
         self._inherited = inherited
         self._state = LaunchState.STARTING
         self._code: int | None = None
-        """Exit code of a launch that was stopped."""
+        """Exit code of a launch that was stopped; None: it was not."""
         self._why = ""
-        """Reason why the launch was stopped."""
+        """Reason why the launch was stopped; empty: it was not."""
         self._ended_by = ""
-        """Signal by which the launch was stopped, in words."""
+        """Description of the signal by which the launch was stopped; empty: none."""
         self._faulty = False
         """True if a bug of this launcher has been logged."""
         self._loop = EventLoop()
@@ -99,7 +100,7 @@ class Supervisor:
         self._conclusion = Conclusion(plan, self._table, self._control, self._peers, self._start_up, say)
 
     def run(self) -> int:
-        """Supervise until the end.  Returns the exit code of recover-run."""
+        """Supervise the workers until the launch has ended.  Returns the exit code of recover-run."""
         self._console.say(messages.opening(self._plan))
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself for another value")
@@ -126,7 +127,7 @@ class Supervisor:
         return self._close()
 
     def _bear(self) -> None:
-        """Handle a bug of the launcher: the workers continue, and lost workers are not replaced any more."""
+        """Handle a bug of the launcher: let the workers continue, but replace no lost worker from now on."""
         if not self._faulty:
             self._faulty = True
             self._console.say(f"{traceback.format_exc().rstrip()}\n{messages.OWN_FAULT}")
@@ -134,17 +135,17 @@ class Supervisor:
         self._table.abandon([worker for worker in self._table.live if worker.pid is None])
         if self._state is LaunchState.RUNNING and not self._table.live:
             self._own_workers_ended()
-        time.sleep(FAULT_SECONDS)  # the failed callback may be called again at once
+        time.sleep(FAULT_SECONDS)  # without it, a callback that fails again and again would use a core
 
     def _write_workers(self) -> None:
-        """Update workers.json, once for all changes of a round."""
+        """Update workers.json, once for all changes of one round of the event loop."""
         if self._table.changed and self._peers.joined:
             self._table.changed = not self._folder.write_workers(self._peers.run_id, self._table.all)
 
     # --- starting ---
 
     def start_control_plane(self, candidates: Candidates | None) -> None:
-        """Open the control plane, then start the workers.  ``candidates``: of a launch on several nodes."""
+        """Open the control plane, then start the workers.  ``candidates``: None for a launch on one node."""
         if self._state is not LaunchState.STARTING:
             return
         try:
@@ -174,11 +175,11 @@ class Supervisor:
         self.start_workers_if_ready()
 
     def _run_over(self) -> None:
-        if not self._start_up.under_way:  # else all workers are stopped
+        if not self._start_up.under_way:  # else StartUp stops all workers
             self._late.run_over()
 
     def _join_run(self) -> None:
-        """Join the run, whose coordinator is known now, or stop if none was reached in time."""
+        """Join the run if its coordinator was reached in time, else stop."""
         if self._state is not LaunchState.STARTING:
             return
         if not self._control.agent.led and (end := self._control.found_ended):
@@ -192,10 +193,10 @@ class Supervisor:
         self.start_workers_if_ready()
 
     def start_workers_if_ready(self) -> None:
-        """Start the workers once this node takes part and all that they need is ready."""
+        """Start the workers if this node takes part, the coordinators are known and the folders are not in use."""
         if self._state is not LaunchState.STARTING or not self._peers.joined:
             return
-        if not self._table.all:  # a launcher that joins a run does not know yet which ids are free
+        if not self._table.all:  # this launcher joins a run, and does not know yet which worker ids are free
             return
         if self._plan.control_plane and not self._control.is_open:
             return
@@ -221,13 +222,13 @@ class Supervisor:
     # --- a worker's end ---
 
     def worker_dying(self, worker: WorkerProcess, end: Ending) -> None:
-        """Notify the coordinator at once if the run is under way; all else waits until the process has gone."""
+        """Report the death to the coordinator at once, if the run is under way; ``worker_exited`` does the rest."""
         if not self.goes_on():
             return
         try:
             how = self._table.fence(worker, end)
         except OSError:
-            return  # it may be running
+            return  # SIGKILL could not be sent: the worker may still be running
         self._control.agent.ended(worker.worker_id, how)
         if end.writes_core or end.goes_on:
             line, note = messages.writes_core(worker, end) if end.writes_core else messages.fenced(worker)
@@ -272,15 +273,15 @@ class Supervisor:
             self._late.run_over()
 
     def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
-        """Return whether to log this end separately: not of a worker that was stopped, or finished in order."""
+        """Return whether to log the end of ``worker``: not if this launcher stopped it, or if it finished in order."""
         if worker.state is WorkerState.FINISHED:
             return bool(left_behind) and not self._plan.fault_tolerant  # Megatron's helper processes are no news
-        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was logged
+        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the loss that caused it was logged
         ordered = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
         return not ordered and not self._late.already_logged(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:
-        """Start a worker whose device has passed its test.  Raises OSError."""
+        """Start a replacement worker, whose device has passed its test or needs none.  Raises OSError."""
         if self._state is LaunchState.RUNNING:
             self._start_worker(worker)
 
@@ -320,7 +321,7 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """Wait for the end of the run, which may still need this candidate and which decides the exit code."""
+        """Wait until the run has ended: it may need this node's candidate, and its end decides the exit code."""
         if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
@@ -368,7 +369,7 @@ class Supervisor:
         return self._state is LaunchState.RUNNING and self._control.under_way
 
     def store_failed(self, reason: str) -> None:
-        """Handle the loss of the store: training workers do not need it; before that, the launch stops."""
+        """Handle the loss of the store: stop the launch, unless the training has begun, which needs no store."""
         if self._control.under_way:
             self._console.say(f"{reason}; the workers continue, but no worker can join them any more")
         else:
@@ -389,19 +390,22 @@ class Supervisor:
             self._own_workers_ended()
 
     def _give_up(self) -> None:
-        """Give up on workers that survive SIGKILL, blocked in the kernel; their records say "killed" nevertheless."""
+        """End without the workers that survive SIGKILL, blocked in the kernel; workers.json lists them as killed."""
         if self._state is LaunchState.STOPPING:
             self._end()
 
     # --- the end ---
 
     def _close(self) -> int:
-        """Remove all of the launch except the store, which ends with the process; return the exit code."""
+        """Stop all processes and parts of the launch, except the store, which ends with this process.
+
+        Returns the exit code.
+        """
         verdict = self._conclusion.verdict() if self._code is None else None
         if self._code is not None:
             self._control.stopped()
         stopped = self._code is not None and self._code != START_AGAIN
-        # On several nodes, other launchers may continue without this one if the training has begun.
+        # If the training has begun, the launchers of other nodes may continue the run without this one.
         known = stopped and (self._plan.nnodes == 1 or self._start_up.under_way)
         self._exporter.end((self._code, self._why) if known else None)
         self._control.end_candidates()
@@ -423,7 +427,7 @@ class Supervisor:
         if code == START_AGAIN:
             if starts := [worker.started for worker in self._table.all if worker.started is not None]:
                 os.environ.setdefault(FIRST_START_VARIABLE, str(min(starts)))
-            self._loop.give_back_signals()  # the next signal terminates this process: nothing is left of the launch
-            code = self._code or code  # a signal may have arrived since
+            self._loop.give_back_signals()  # from now on a signal terminates this process: no worker is left
+            code = self._code or code  # ``stop_asked`` may have changed it, for a signal that arrived meanwhile
         self._loop.close()
         return code

@@ -21,7 +21,7 @@ from recover_megatron import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COPIED = {"slurm": "scripts/slurm", "examples": "examples", "patches": "patches", "docs": "docs"}
-"""Names that ``copy`` accepts, and their folders below ``root``."""
+"""Folder below ``root`` of each name that ``copy`` accepts."""
 RUN = {
     "corpus": [sys.executable, "scripts/prepare_corpus.py"],
     "patch": ["bash", "scripts/apply_patches.sh"],
@@ -31,15 +31,15 @@ RUN = {
 
 
 def root() -> Path:
-    """Return the folder of the files: in the installed package, or the root of its source tree."""
+    """Return the folder that has the shipped files: in the installed package, or the root of the source tree."""
     shipped = PACKAGE / "shipped"
     return shipped if shipped.is_dir() else PACKAGE.parent
 
 
 def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
-    """Return the words to execute."""
+    """Return the words of the command line that runs the script of ``command`` with ``arguments``."""
     interpreter, script = RUN[command]
-    # The script's default is a folder of the source tree.
+    # The script's own default for --out is a folder of the source tree, which may be read-only.
     default = ["--out", "data/corpus"] if command == "corpus" else []
     return [interpreter, str(files / script), *default, *arguments]
 
@@ -50,7 +50,7 @@ def listed(files: Path) -> str:
 
 
 def copy(name: str, folder: Path, files: Path) -> int:
-    """Put a writable copy into ``folder``; return the exit status."""
+    """Copy the shipped files ``name`` into ``folder`` and make the copy writable; return the exit status."""
     if (folder / name).exists():
         print(f"recover-tools: error: {folder / name} exists already: name another folder", file=sys.stderr)
         return 2
@@ -67,7 +67,7 @@ def copy(name: str, folder: Path, files: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 if it cannot be done here, or the exit status of the script."""
+    """Run the command; return 0, or 2 if it failed.  A command of ``RUN`` replaces this process by its script."""
     given = list(sys.argv[1:] if argv is None else argv)
     files = root()
     if given and given[0] in RUN:

@@ -1,9 +1,9 @@
-"""Command line of recover-run, and all checks on it that are possible before a process is started.
+"""Command line of recover-run, and all checks of it that are possible before a process is started.
 
-All problems are reported together: a user who waits in a queue for nodes should not find them one by one.  Everything
-after SCRIPT belongs to the script and is not checked here.
+All mistakes are reported together, because a user who waits in a queue for nodes should not find them one by one.
+Everything after SCRIPT belongs to the script and is not checked here.
 
-Each option is a field of ``Options``; ``scripts/reference.py`` writes the table in docs/reference from them.
+Each option is a field of ``Options``; ``scripts/reference.py`` writes the table in docs/reference from these fields.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ _TORCHRUN_HINTS = {
 
 
 class UsageError(Exception):
-    """Error for a command that cannot be started; each of ``reasons`` says in one line what to change.
+    """Error for a command that cannot be started; each of ``reasons`` describes in one line what to change.
 
-    ``options``: of a command line that could be parsed; ``reserved``: node 0's store socket; ``code``: exit code.
+    ``options``: None if the command line could not be parsed; ``reserved``: node 0's store socket; ``code``: exit code.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class UsageError(Exception):
 
 @dataclass
 class Options:
-    """Parsed command line.  ``script`` is None only while reasons against it are collected."""
+    """Parsed command line.  ``script`` is None only if the command line is refused."""
 
     nproc_per_node: int = option(
         1,
@@ -103,7 +103,7 @@ class Options:
         check=whole(0, 65535),
         default_text=f"a free port; {DEFAULT_PORT_SEVERAL_NODES} for several nodes",
     )
-    """Port; 0: a free one."""
+    """Port number; 0: a free port."""
     log_dir: Path | None = option(
         None,
         "folder for worker-<id>.log and workers.json; created if missing",
@@ -209,13 +209,13 @@ class Options:
         docs="[flags and variables](operations.md#flags-and-variables)",
     )
     wrapper: tuple[str, ...] = ()
-    """Words before the Python script that SCRIPT starts (``no_python``); empty: no Python script is known."""
+    """Words before the Python script in the command of ``no_python``; empty: the command runs no known script."""
     device_test_command: tuple[str, ...] = ()
     """Words of ``device_test``."""
     coordinators: tuple[tuple[str, int], ...] = ()
-    """Coordinators of the run to join."""
+    """Addresses (host, port) of the coordinators of the run to join; empty without ``join``."""
     taken: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables used in place of options."""
+    """Environment variables, by name, that were used in place of options."""
     script: str | None = None
     script_args: list[str] = field(default_factory=list)
 
@@ -236,7 +236,7 @@ FLAGS = tuple(flags_of(Options))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser, also for ``--help``: it raises ``argparse.ArgumentError`` and parses no values."""
+    """Return the parser, which keeps all values as text; it raises ``argparse.ArgumentError`` in place of an exit."""
     parser = argparse.ArgumentParser(
         prog="recover-run",
         usage="recover-run [options] SCRIPT [its arguments]",
@@ -252,17 +252,17 @@ def make_parser() -> argparse.ArgumentParser:
         "script",
         metavar="SCRIPT",
         nargs=argparse.REMAINDER,
-        help="the training script (or module) and its arguments; pretrain_gpt_recover.py ships with recover-run and "
-        "can be given in any folder",
+        help="the training script (or module) and its arguments; pretrain_gpt_recover.py ships with recover-run: its "
+        "bare name works from any folder",
     )
     return parser
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Options, list[str]]:
-    """Read the command line.  Return the options and the reasons against them.
+    """Read the command line.  Return the options, and the reasons against them (empty: none).
 
-        ``--help`` and ``--version`` print and exit with 0.  Variables of torchrun, and with ``--slurm`` of SLURM, in
-    ``environ`` replace options that the command line leaves out.
+    ``--help`` and ``--version`` print and exit with 0.  For options that the command line leaves out, torchrun's
+    variables in ``environ`` are used, and with ``--slurm`` SLURM's variables.
     """
     namespace, reasons = _divide(argv)
     if namespace is None:
@@ -305,10 +305,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
 
 
 def _divide(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
-    """Return the launcher's part as text, with SCRIPT and all that follows as ``script``, and the reasons against it.
+    """Divide the command line into the launcher's options, as text, and ``script``: SCRIPT and all that follows.
 
-    None if it cannot be divided.  An unknown option may or may not take a value, so the position of SCRIPT is unknown,
-    too: ``script`` is empty then.
+    Return these, or None if that fails, and the reasons against the command line.  If an option is unknown, ``script``
+    is empty, because the option may or may not take a value, so the position of SCRIPT is unknown, too.
     """
     try:
         namespace, unknown = make_parser().parse_known_args(list(argv))
@@ -319,14 +319,14 @@ def _divide(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
         return None, [f"{flag.name} needs a value: {flag.name} {flag.option.metavar}; {MANUAL}"]
     if unknown:
         namespace.script = []
-    # torchrun's options are known, so all of them before the presumed SCRIPT are reported.
+    # Report all of torchrun's options before the presumed SCRIPT, not only the first unknown option.
     before = itertools.takewhile(lambda word: word != "-m" and not word.endswith(".py"), argv)
     torchruns = [word for word in before if word.partition("=")[0].replace("_", "-") in _TORCHRUN_HINTS]
     return namespace, [_unknown(word) for word in dict.fromkeys([unknown[0], *torchruns])] if unknown else []
 
 
 def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
-    """Set an option that was given.  Raises ValueError with the valid values."""
+    """Set an option of ``options`` if it was given.  Raises ValueError, which names the valid values."""
     if given is None or (given == "" and flag.option.check is None):
         return
     value: Any = flag.option.check(given) if flag.option.check else given
@@ -334,8 +334,8 @@ def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
 
 
 def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Fill in options from the SLURM step.  Return the reasons against that."""
-    if namespace.check and "SLURM_STEP_ID" not in environ:  # before srun, as on a login node: the user gives the nodes
+    """Fill in options from the SLURM step.  Return the reasons against ``--slurm`` here."""
+    if namespace.check and "SLURM_STEP_ID" not in environ:  # outside a step, as on a login node: there is no node rank
         namespace.nnodes = namespace.nnodes or environ.get("SLURM_JOB_NUM_NODES")
         namespace.nproc_per_node = namespace.nproc_per_node or environ.get("SLURM_GPUS_ON_NODE")
         return []
@@ -360,7 +360,7 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
 
 
 def _take_program(options: Options, words: Sequence[str]) -> list[str]:
-    """Find the program and the script that it starts, which is then checked.  Return the reasons against them."""
+    """Find the program of --no-python, and the Python script that it runs.  Return the reasons against them."""
     if options.module:
         return ["--no-python and -m exclude each other: with --no-python, write python -m MODULE"]
     program = shutil.which(words[0]) or os.path.abspath(words[0])
@@ -374,7 +374,7 @@ def _take_program(options: Options, words: Sequence[str]) -> list[str]:
 
 
 def _check_newcomers(options: Options) -> list[str]:
-    """Return the reasons against starting workers during the run; fill in the coordinators of the run to join."""
+    """Return the reasons against the options of replacements and of ``--join``; fill in ``options.coordinators``."""
     reasons = []
     recover = options.fault_tolerant
     if options.max_restarts and not recover:
@@ -411,7 +411,7 @@ def _check_newcomers(options: Options) -> list[str]:
 
 
 def _check_device_test(options: Options) -> list[str]:
-    """Return the reasons against the device test; fill in the path of its program."""
+    """Return the reasons against ``--device-test``; fill in its command with the path of the program."""
     if not options.device_test:
         return []
     if not options.max_restarts:
@@ -427,7 +427,7 @@ def _check_device_test(options: Options) -> list[str]:
 
 
 def check_files(options: Options) -> list[str]:
-    """Return the reasons against the script and the log folder; create a missing folder, except with ``--check``."""
+    """Return the reasons against the script and the log folder; create a missing log folder unless ``--check``."""
     reasons = []
     if options.script is not None and (options.wrapper or not options.no_python):
         reasons += check_module(options.script) if options.module else check_script(options.script)

@@ -1,6 +1,6 @@
-"""Forecast from a training's flags: its needs of each node, and the cost of losing a node or another domain.
+"""Forecast from a training's flags: what the training needs on each node, and what the loss of a domain would cost.
 
-For ``recover-run --check``, and at a start.
+A domain is a node or a larger failure domain.  ``recover-run --check`` and the start of a launch log the forecast.
 """
 
 from __future__ import annotations
@@ -30,32 +30,37 @@ MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
 FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
 OUTER = "--outer-dp-sharding-strategy"
 SIZES_ELSEWHERE = ("--yaml-cfg", "--use-mp-args-from-checkpoint-args")
-"""Flags with which the sizes of a replica are in a file."""
+"""Flags with which a file, not the command line, gives the sizes of a replica."""
 SHADOWS = "--recover-shadow-shards 2"
 FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
 NO_SAVE = "no --save"
 MOST_NAMED = 4
 """Most domains, or ranges of nodes, named in one line of a table."""
 COUNTED = 64
-"""Number of workers up to which the limit of open files was measured; a larger run must meet no higher limit."""
+"""Largest number of workers for which open files were measured.  A run with more workers is refused only if the limit
+of open files is too low for this number."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """Conditions under which the survivors of a silent loss may continue (``membership.leadership``)."""
+    """Conditions under which the survivors may continue if a domain falls silent (``membership.leadership``)."""
 
     hosts: Sequence[int]
-    """Nodes with a coordinator; the first one's leads."""
+    """Ranks of the nodes that host a candidate coordinator; the candidate of the first node leads."""
     lease: bool = False
     witness: bool = False
     slack: int = 0
+    """Most workers by which two nodes may differ (``leasing.slack_of``)."""
     replaced: bool = False
     """True if the run waits for replacements of lost workers (``--max-restarts``, ``--recover-spares``)."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Table of ``losses`` by domain; ``then``: what happens after each, ``change``: what would avoid it, in words."""
+    """Table of the losses of each domain.
+
+    ``then``, ``change``: for each of ``losses``, in words, what happens after it, and what change would avoid that.
+    """
 
     losses: list[Loss]
     then: list[str]
@@ -85,7 +90,10 @@ LOSSES = "what the loss of a node or another domain would cost"
 
 
 def of_launch(plan: LaunchPlan, named: Domains, lease: bool, witness: bool) -> Forecast | None:
-    """Return the forecast of a launch; ``named``: as in ``forecast``.  ``lease``, ``witness``: True if it has one."""
+    """Return the forecast of a launch; None as in ``forecast``.
+
+    ``named``: domains of each node; ``lease``, ``witness``: True if the launch has one.
+    """
     replaced = bool(plan.max_restarts or plan.spares)
     control = Control(hosting(plan), lease, witness, slack_of(plan), replaced)
     return forecast(plan.target, plan.script_args, plan.nnodes, plan.nproc_per_node, named, control)
@@ -99,10 +107,11 @@ def forecast(
     named: Sequence[Sequence[str]] = (),
     control: Control | None = None,
 ) -> Forecast | None:
-    """Return the forecast of a training; None for a single node, without --recover, or if it is not Megatron's.
+    """Return the forecast of a training.
 
-    ``script_args``: checked (``preflight.check``).  Ranks are assumed to be in the order of the nodes.  ``named``: the
-    domains of each node.
+    None for a single node, without --recover, if the script is not Megatron's, or if its flags do not give the layout.
+    ``script_args``: flags that ``preflight.check`` has checked; ``named``: domains of each node.  Ranks are assumed to
+    be in the order of the nodes.
     """
     if nodes < 2 or "--recover" not in script_args or not is_megatrons(script):
         return None
@@ -125,11 +134,11 @@ def forecast(
                 change[at] = "; ".join(filter(None, (change[at], more)))
         return Forecast(losses, then, change)
     except (ValueError, IndexError, ArithmeticError, UserError):
-        return None  # the checks did not understand it either; Megatron reports the mistake
+        return None  # a flag is not valid: the checks or Megatron report the mistake
 
 
 def training_of(script_args: Sequence[str], world: int) -> Training | None:
-    """Return the shape of a training of ``world`` workers from its flags; None if it is defined elsewhere.
+    """Return the shape of a training of ``world`` workers from its flags; None if a file defines it.
 
     Raises ValueError and IndexError for an invalid number, UserError for a wrong value of ``--recover-*``.
     """
@@ -170,10 +179,10 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a training on one node: an amount that is enough, and a minimum (0: not known).
+    """Needs of a training on one node: amounts that are enough, and minimums, ``least_*`` (0: not known).
 
-    ``files``: open files of one worker, including connections.  ``tasks``: processes and threads of the node.
-    ``shared``: bytes of /dev/shm, for the batches of loader processes.
+    ``files``: open files of one worker, including connections.  ``tasks``: processes and threads of all workers on the
+    node.  ``shared``: bytes in /dev/shm, for the batches of loader processes.
     """
 
     files: int
@@ -184,12 +193,12 @@ class Needs:
 
 
 def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str], *, cpu: bool) -> Needs:
-    """Return the needs of a Megatron training with ``--recover``: ``here`` of ``world`` workers are on the node.
+    """Return the needs of a Megatron training with ``--recover`` on a node with ``here`` of ``world`` workers.
 
-    Measured on CPUs, where every group uses gloo (tests/launch/test_limits.py): 56 threads, and 118 descriptors plus up
-    to 11 for each other worker.  A worker duplicates its sockets when it searches for gloo's.  A loader process needs
-    pipes, and a descriptor for each tensor of a batch.  ``cpu`` is False on GPUs, where nothing was measured, so that
-    no limit is known to be too low.  Raises ValueError or IndexError for a flag with an invalid number.
+    A worker was measured on CPUs, where every group uses gloo (tests/launch/test_limits.py): 56 threads, and 118
+    descriptors plus up to 11 for each other worker.  A worker duplicates its sockets when it searches for gloo's
+    sockets.  A loader process needs pipes, and a descriptor for each tensor of a batch.  ``cpu``: False on GPUs, where
+    nothing was measured: the minimums are 0.  Raises ValueError or IndexError for a flag with an invalid number.
     """
     names = ("--num-workers", SIZES["tensor"], "--micro-batch-size", "--seq-length")
     found = given_flags(script_args, [*names, "--no-create-attention-mask-in-dataloader"])
@@ -211,7 +220,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
 
 
 def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of the given flags; of a repeated flag the last one."""
+    """Return flag -> values for those of ``names`` that are given; for a repeated flag, the values of the last use."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in dict.fromkeys(names):
         parser.add_argument(name, nargs="*")
@@ -224,7 +233,7 @@ def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, l
 
 
 def _no_rollback_reason(script_args: Sequence[str]) -> str:
-    """Return why the run cannot load a checkpoint in place (as ``megatron_hooks.layout``); empty if it can."""
+    """Return why the run cannot load a checkpoint in place (rules of ``megatron_hooks.layout``); empty if it can."""
     found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim", "--optimizer"])
     formats = found.get(FORMAT, ["torch_dist"])[-1]
     if "off" in found.get(LAST_RESORT, []):
@@ -243,9 +252,10 @@ def _no_rollback_reason(script_args: Sequence[str]) -> str:
 def _changes(
     training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int, save: str
 ) -> list[str]:
-    """Return, for each loss of state, the first change that avoids it, found by trying all changes.
+    """Return, for each of ``losses``, the changes that would avoid it; empty if it loses no state or none would help.
 
-    ``save``: flag that would let the run go back to a checkpoint; empty if it would not help.
+    The flags that avoid the loss of state are found by trying them.  ``save``: flag that would let the run go back to a
+    checkpoint; empty if it would not help.
     """
     changes: list[tuple[str, dict[str, Any]]] = []
     if any(loss.lost for loss in losses):
@@ -286,7 +296,10 @@ def _then(loss: Loss, fewest: int, no_rollback_reason: str, replaced: bool) -> s
 
 
 def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_node: int) -> tuple[str, str]:
-    """Return what the coordinators need to continue if the complete domain falls silent; and what would help."""
+    """Return what happens, in words, if the complete domain of ``loss`` falls silent, and what would help.
+
+    Both are empty if the coordinators need nothing to continue, or if no worker is left.
+    """
     there = [loss.domain in domains[node * per_node] for node in control.hosts]
     every, left = len(domains), len(domains) - loss.workers
     if not left:
@@ -304,7 +317,7 @@ def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_
 
 
 def _named(domains: Sequence[str]) -> str:
-    """Return the names in short: ``nodes 0 to 3, 5; domains r0, r1 and 6 more``."""
+    """Return the domains' names in short form: ``nodes 0 to 3, 5; domains r0, r1 and 6 more``."""
     kinds: dict[str, list[str]] = {}
     for domain in domains:
         kind, _, name = domain.partition(" ")

@@ -2,15 +2,15 @@
 of several nodes, and the environment that passes all this to a worker.
 
 CANDIDATES nodes host a candidate each: the first nodes or, under SLURM, the nodes from the second on.  A node listens
-on the address from which it reaches the others: node 0 on the one towards another node with a candidate, another node
-on the one towards node 0.  The user may choose it (RECOVER_HOST).  The socket is bound before its address is sent: a
-member that connects early waits in its backlog.
+on its address on the route to the others: node 0 on the route to another node with a candidate, another node on the
+route to node 0.  The user may choose another address (RECOVER_HOST).  The socket is bound before its address is sent,
+so a member that connects early waits in the backlog.
 
 Variables of the user that recovery cannot work with are removed or replaced (``variables.overrule``).
 
 torch's gloo uses the address to which the host's name resolves, and loopback if it does not resolve: in a bare
 container, the workers of two hosts then never find each other.  NCCL uses every interface, even a container bridge.
-The launcher knows the interface by which this host and node 0 reach each other.
+So the launcher sets the interface for both: the one by which this host and node 0 reach each other.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from recover_megatron.variables import (
 from recover_megatron.workload.domains import names
 
 Domains = Sequence[Sequence[str]]
-"""Failure domains of each node in order, by names of ``workload.domains.names``."""
+"""Failure domains of each node, in order of node ranks; for the names see ``workload.domains.names``."""
 
 TRAINING = "pretrain_gpt_recover"
 """Script that ships with this package, as a file or a module."""
 
 
 def is_megatrons(script: str) -> bool:
-    """Return whether a script takes Megatron's flags: ours, one of a checkout, or one that imports ``pretrain``."""
+    """Return whether a script takes Megatron's flags: it is named pretrain_* (not *.sh), or imports ``pretrain``."""
     return (Path(script).stem.startswith("pretrain_") and not script.endswith(".sh")) or imports_pretrain(script)
 
 
 def is_known(script: str, script_args: Sequence[str]) -> bool:
-    """Return whether it certainly takes Megatron's flags, and not other flags of the same names."""
+    """Return whether a script certainly takes Megatron's flags, and not other flags of the same names."""
     return is_megatrons(script) and ("--recover" in script_args or Path(script).stem == TRAINING)
 
 
@@ -70,10 +70,10 @@ def saves_checkpoints(script: str, script_args: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Part of one node in a launch.
+    """Plan of a launch as one node sees it.
 
-    ``launch_id`` is random and marks the processes of this launcher; ``run_id`` identifies the launch on all nodes: it
-    is the id of node 0.
+    ``launch_id`` is random and marks the processes of this launcher; ``run_id`` identifies the run on all nodes: it is
+    the ``launch_id`` of node 0.
     """
 
     nproc_per_node: int
@@ -88,13 +88,13 @@ class LaunchPlan:
     """Interpreter (with the programs before it), script (or ``-m``, module) and its arguments."""
     fault_tolerant: bool
     elastic: bool = False
-    """True if the script trains with the library: its newcomers must not have the launch's ``MASTER_ADDR``."""
+    """True if the script trains with the library: newcomers must not have the launch's ``MASTER_ADDR`` then."""
     script_args: tuple[str, ...] = ()
     """Arguments of the script: the last words of ``command``."""
     control_plane: bool = True
-    """True if the launchers host the run's coordinator.  False: several nodes without a shared secret."""
+    """True if the launchers host the run's coordinator; False for several nodes without a shared secret."""
     node_address: str | None = None
-    """Address of this node for the others, as the user chose it; None: the local address of the route to them."""
+    """Address of this node for other nodes, chosen by the user; None: this host's address on the route to them."""
     log_dir: Path | None = None
     """Absolute path."""
     rendezvous_timeout: float = 300.0
@@ -104,7 +104,7 @@ class LaunchPlan:
     max_restarts: int = 0
     """Most replacement workers that this launcher may start."""
     device_test: tuple[str, ...] = ()
-    """Command that tests the device of a replacement before its start; empty: none (the host device)."""
+    """Command that tests the device of a replacement before its start; empty: no test (host device, no restarts)."""
     device_test_timeout: float = 60.0
     """Time limit of the test in seconds."""
     first_candidate: int = 0
@@ -120,12 +120,12 @@ class LaunchPlan:
     joins: tuple[tuple[str, int], ...] = ()
     """Coordinators of the running job that this launcher joins; empty: it launches a new job."""
     joined_world_size: int = 0
-    """World size of that job."""
+    """World size at launch of the job that this launcher joins."""
 
     attempt: int = 0
     """Number of earlier attempts to start."""
     without: tuple[int, ...] = ()
-    """Nodes lost in earlier attempts, in order: they take no part, and spares replace their workers."""
+    """Nodes lost in earlier attempts, in order: this start leaves them out, and spares replace their workers."""
 
     @property
     def starts(self) -> int:
@@ -133,14 +133,14 @@ class LaunchPlan:
         return 1 + max(self.max_restarts, self.spares) if self.fault_tolerant and not self.joins else 1
 
     def spared(self, lost: Collection[int]) -> bool:
-        """Return whether the launch can start without the nodes ``lost``: not node 0, which serves the store, and not
-        the last node, which has the spares; these must be as many as the lost workers."""
+        """Return whether the launch can start without the nodes ``lost``: there must be a spare for each lost worker,
+        and neither node 0, which serves the store, nor the last node, which has the spares, may be lost."""
         kept = {0, self.nnodes - 1}
         return kept.isdisjoint(lost) and len(lost) * self.nproc_per_node <= self.spares
 
     @property
     def local_world_size(self) -> int:
-        """Return the number of workers of the launch on this node."""
+        """Return the number of workers on this node, without spares, except spares in places of left-out nodes."""
         more = len(self.without) if self.node_rank == self.nnodes - 1 else 0
         return (1 + more) * self.nproc_per_node
 
@@ -151,15 +151,15 @@ class LaunchPlan:
 
     @property
     def needs_all(self) -> bool:
-        """Return whether the loss of a worker ends the launch before the first plan; see ``StartUp``.
+        """Return whether the loss of a worker before the first plan ends the launch; see ``StartUp``.
 
-        True for Megatron's training.  Other scripts decide themselves which workers they need.
+        True with --recover or --elastic, and for the shipped script.  Other scripts decide which workers they need.
         """
         return not self.joins and (self.fault_tolerant or Path(self.target).stem == TRAINING)
 
     @property
     def is_megatrons(self) -> bool:
-        """Return whether the script is Megatron's training: it prints the line that ``output.ConsoleFilter`` awaits."""
+        """Return whether newcomers print the line that ``output.ConsoleFilter`` awaits: Megatron with --recover."""
         return self.fault_tolerant and is_megatrons(self.target)
 
     @property
@@ -181,12 +181,12 @@ class LaunchPlan:
 
     @property
     def lines(self) -> dict[str, str]:
-        """Return the variables that define the line format of processes that inherit the launcher's stderr."""
+        """Return the variables that set the line format in processes that inherit the launcher's stderr."""
         return {} if self.log_format == "plain" else {LINES_VARIABLE: f"{self.log_format} {self.node_name}"}
 
     @property
     def node_name(self) -> str:
-        """Return the name of this node in the run, which its launcher uses as a node agent."""
+        """Return the name of this node in the run, under which its launcher is known as a node agent."""
         return f"{self.host}-joined-{self.launch_id}" if self.joins else f"{self.host}-{self.node_rank}"
 
     @property
@@ -196,7 +196,7 @@ class LaunchPlan:
 
     @property
     def has_newcomers(self) -> bool:
-        """Return whether this launcher may start workers that are not of the launch."""
+        """Return whether this launcher may start newcomers: replacements, spares or workers that join."""
         return bool(self.max_restarts or self.spares or self.joins)
 
     def worker_id(self, local_rank: int) -> int:
@@ -209,12 +209,12 @@ class LaunchPlan:
 
 
 def sets_omp_threads(plan: LaunchPlan, inherited: Mapping[str, str]) -> bool:
-    """Return whether to limit OpenMP to one thread: several workers on the node, and no choice of the user."""
+    """Return whether to limit OpenMP to one thread: there are several workers, and the user has set no number."""
     return plan.local_world_size > 1 and "OMP_NUM_THREADS" not in inherited
 
 
 def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that all workers of this node share: inherited, torchrun's and ours."""
+    """Return the environment that all workers of this node share: inherited, torchrun's and recover-run's variables."""
     environment = dict(inherited)
     for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE):
         environment.pop(name, None)
@@ -238,13 +238,13 @@ def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
         environment[LOG_DIR_VARIABLE] = str(plan.log_dir)
     if sets_omp_threads(plan, inherited):
         environment["OMP_NUM_THREADS"] = "1"
-    if plan.control_plane:  # here, not only in the worker: its script may create groups before it calls this package
+    if plan.control_plane:  # set here, because a script may create groups before it calls this package
         environment[NCCL2_VARIABLE] = environment.get(NCCL2_VARIABLE) or "0"
     return environment
 
 
 def worker_variables(plan: LaunchPlan, worker: WorkerProcess, run_id: str) -> dict[str, str]:
-    """Return the environment variables that differ between workers, or are unknown when the launch starts."""
+    """Return the environment variables that differ between workers, or are not known when the launch starts."""
     rank, worker_id = str(worker.rank or 0), str(worker.worker_id)
     variables = {
         "RANK": rank,
@@ -264,32 +264,32 @@ def worker_variables(plan: LaunchPlan, worker: WorkerProcess, run_id: str) -> di
 
 CANDIDATES = 3
 BACKLOG = 4096
-"""Most connections that wait for accept().  The kernel lowers it to net.core.somaxconn."""
+"""Most connections that wait for accept(); the kernel lowers the number to net.core.somaxconn."""
 
 Address = tuple[str, int]
 
 
 @dataclass
 class Candidates:
-    """Candidate coordinators, when all nodes have reported the addresses of theirs."""
+    """Candidate coordinators of a launch on several nodes, once all nodes have reported their addresses."""
 
     host: str
-    """Address of this node."""
+    """Address of this node for other nodes."""
     addresses: Sequence[Address]
-    """Addresses in the order in which all members try them."""
+    """Addresses of all candidates, in the order in which members try them."""
     listener: socket.socket | None
     """Socket of this node's candidate; None: it hosts none."""
     lease: Path | None = None
-    """Path of their common lease; None: they have none."""
+    """Path of the candidates' common lease; None: there is no lease."""
     witness: Scope | None = None
-    """Witness, which may report to them which nodes are off; None: there is none."""
+    """Witness, which may report to the candidates which nodes are off; None: there is no witness."""
 
 
 class OwnPlace:
-    """Address of this node and, if it hosts a candidate, its socket.  Raises OSError if it cannot be created."""
+    """Address of this node and, if it hosts a candidate, the candidate's socket.  Raises OSError if that fails."""
 
     def __init__(self, plan: LaunchPlan, other: Address, hosts: bool) -> None:
-        """Choose the interface towards ``other``, an address of another node; ``hosts``: this node has a candidate."""
+        """Choose the address on the route to ``other``, another node; ``hosts``: True if this node has a candidate."""
         self.host = plan.node_address or local_address(other)
         self.listener = listen(self.host) if hosts else None
 
@@ -299,7 +299,7 @@ class OwnPlace:
 
 
 def hosting(plan: LaunchPlan) -> tuple[int, ...]:
-    """Return the nodes that host a candidate, in the order in which members try them; of different domains if known."""
+    """Return the nodes that host candidates, in the order in which members try them; of different domains if known."""
     nodes = ((plan.first_candidate + number) % plan.nnodes for number in range(plan.nnodes))
     found, left = list[int](), [node for node in nodes if node not in plan.without]
     known = plan.domains if len(plan.domains) >= plan.nnodes else [()] * plan.nnodes
@@ -315,7 +315,7 @@ def listen(host: str) -> socket.socket:
 
 
 def local_address(other: Address) -> str:
-    """Return the address of this host from which ``other`` is reachable.  Raises OSError if it is not."""
+    """Return the address of this host on the route to ``other``.  Raises OSError if there is no route."""
     family, kind, protocol, _, resolved = socket.getaddrinfo(*other, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(resolved)
@@ -328,7 +328,7 @@ def join_addresses(addresses: Sequence[Address]) -> str:
 
 
 def address_from(value: Any) -> Address:
-    """Parse an address that another launcher sent.  Raises ValueError for anything else."""
+    """Parse an address that another launcher sent.  Raises ValueError if ``value`` is no address."""
     match value:
         case [str(host), int(port)] if host and 0 < port < 65536:
             return host, port
@@ -336,18 +336,18 @@ def address_from(value: Any) -> Address:
 
 
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""Format of each variable: NCCL takes a name without "=" as a prefix."""
+"""Format of each variable's value; "=" is needed because NCCL takes a name without it as a prefix."""
 LOOPBACK = "127.0.0.1"
 LOOPBACK_6 = "::1"
 
 
 def loopback() -> str:
-    """Return the loopback address of this host: of IPv6 if it has no other."""
+    """Return the loopback address of this host: IPv4's, or IPv6's if the host has no IPv4."""
     for address in (LOOPBACK, LOOPBACK_6):
         with contextlib.suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
             return address
-    return LOOPBACK  # its users will get the error
+    return LOOPBACK  # neither can be bound: whoever listens on this address gets the error
 
 
 def interfaces() -> dict[str, str]:
@@ -361,7 +361,7 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(host: str, found: Mapping[str, str]) -> str | None:
-    """Return the one interface in ``found`` with ``host``, a name or an address of this host; else None."""
+    """Return the interface in ``found`` that has ``host``, a name or address; None if there is not exactly one."""
     try:
         addresses = addresses_of(host)
     except (OSError, UnicodeError):
@@ -373,7 +373,7 @@ def interface_of(host: str, found: Mapping[str, str]) -> str | None:
 def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Return the variables that select the interface of ``host``, an address of this host; and a log line.
 
-    Values of the user are kept.
+    Variables that the user has set are left out.
     """
     wanted = [name for name in VARIABLES if name not in inherited]
     if not wanted:
@@ -388,7 +388,7 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
         and name == found.get(LOOPBACK)
         and not all(ipaddress.ip_address(ip).is_loopback for ip in addresses_of(host))
     ):
-        name = None  # an address on the loopback interface: gloo would take 127.0.0.1
+        name = None  # the address is on the loopback interface, for which gloo would take 127.0.0.1
     names = " and ".join(wanted)
     if name is None:
         return {}, f"no interface of this host has the address {host}: torch and NCCL choose one (set {names})"
@@ -410,7 +410,7 @@ class WorkerEnvironment:
     _inherited: Mapping[str, str]
     """The launcher's environment."""
     _say: Callable[[str], None]
-    """Logs the chosen interface, and variables of the user that are overruled."""
+    """Logs the chosen interface, and the user's variables that are removed or replaced."""
 
     def __post_init__(self) -> None:
         self._shared = launch_environment(self._plan, self._inherited)

@@ -1,8 +1,8 @@
-"""Checks of a training's flags before anything is started: within a second, also on a login node.
+"""Checks of a training's flags before any process is started: they take less than a second, also on a login node.
 
-``check`` finds mistakes without importing torch or Megatron: names and values of ``--recover-*``; for Megatron's
-scripts, sizes against the number of workers, numbers that do not divide, and missing files; it never refuses flags that
-Megatron may accept.  The script checks everything (``megatron_hooks/entry/flags.py``).
+``check`` finds mistakes without importing torch or Megatron: wrong names and values of ``--recover-*``; for Megatron's
+scripts also sizes that do not fit the number of workers, numbers that do not divide, and missing files.  It never
+refuses flags that Megatron may accept.  The script itself checks all flags (``megatron_hooks/entry/flags.py``).
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ OTHER_NUMBERS = {
     SEQUENCE: r"coder|checkpoint-args|hybrid-context",
     EXPERTS: r"heterogeneous|checkpoint-args",
 }
-"""Flags (regular expressions) with which Megatron may use another number than the value of the key's flag."""
+"""Flag -> pattern of flags that may make Megatron use another number than the value of the first flag."""
 DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 BLENDS = ("--data-args-path", "--per-split-data-args-path")
 FILES = (*BLENDS, "--vocab-file", "--merge-file", "--yaml-cfg")
 ELSEWHERE = ("--yaml-cfg", "--sft", "--perform-rl-step")
-"""Flags with which the data, or all flags, come from another source."""
+"""Flags with which the data or the flags come from a source that is not checked."""
 TOKENIZER, TOKENIZER_MODEL = "--tokenizer-type", "--tokenizer-model"
 TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 """Tokenizers whose model is a file."""
 
 
 def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
-    """Return the mistakes in the flags of a training of ``world`` workers, one line each with what to change."""
+    """Return the mistakes in the flags of a training of ``world`` workers; each line tells what to change."""
     megatrons, recover = is_megatrons(script), "--recover" in script_args
     if {"--help", "-h", "--version"} & set(script_args) or not (megatrons or recover):
         return []
@@ -80,7 +80,7 @@ def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
 
 
 DASHES = "-\u2013\u2014"
-"""Hyphen at the beginning of a flag, and the dashes with which word processors replace it."""
+"""Hyphen, and the dashes with which word processors replace the hyphens at the beginning of a flag."""
 
 
 def _names(script_args: Sequence[str]) -> list[str]:
@@ -97,7 +97,7 @@ def _names(script_args: Sequence[str]) -> list[str]:
 
 
 def _stray_words(script_args: Sequence[str]) -> list[str]:
-    """Return words after one of our flags that are not its value: Megatron's parser rejects them."""
+    """Return the mistakes of ``--recover-*`` flags that are followed by too many values: Megatron would reject them."""
     flags, found = {flag.name: flag for flag in FLAGS}, []
     for at, word in enumerate(script_args):
         name, equals, _ = word.partition("=")
@@ -111,7 +111,7 @@ def _stray_words(script_args: Sequence[str]) -> list[str]:
 
 def _values(script_args: Sequence[str], world: int) -> list[str]:
     found = []
-    for flag in FLAGS:  # one by one, so that all mistakes are reported
+    for flag in FLAGS:  # parse each flag separately, so that all mistakes are reported
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         add_options(parser, [flag])
         try:
@@ -138,14 +138,14 @@ def _in_words(flag: Flag, error: str) -> str:
 
 
 def _log_dir(script_args: Sequence[str]) -> list[str]:
-    # Only the flag: the launcher sets its variable itself.
+    # Check the flag only, not the environment variable, which the launcher sets itself.
     folders = given_flags(script_args, ["--recover-log-dir"]).get("--recover-log-dir", [])[-1:]
     found = [(folder, why_not_written(Path(folder))) for folder in folders]
     return [f"--recover-log-dir {folder} cannot be written ({why}): choose another" for folder, why in found if why]
 
 
 def _faults(config: RecoverConfig, world: int) -> list[str]:
-    """Return the mistakes of ``--recover-inject``; if a run may grow, later workers have ids of ``world`` and above."""
+    """Return the mistakes of ``--recover-inject``; ids of ``world`` and above are valid only if the run may grow."""
     try:
         parse_spec(config.inject or "", workers=None if config.max_replicas else world)
     except BadSpec as error:
@@ -171,7 +171,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
     if any(name in given for name in SIZES_ELSEWHERE) or replica < 1 or expert < 0 or expert_tensor < 0:
         return []
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    change = "start a multiple of that (recover-run --nproc-per-node, --nnodes) or change these sizes"
+    change = "start a multiple of that number (recover-run --nproc-per-node, --nnodes) or change these sizes"
     if world % replica:
         return [f"{world} workers cannot form complete replicas of {replica} workers ({product}): {change}"]
     tensor, pipeline = (sizes.get(SIZES[size], 1) for size in ("tensor", "pipeline"))
@@ -198,9 +198,9 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
 
 
 def _numbers(script_args: Sequence[str], world: int) -> list[str]:
-    """Return numbers that do not divide, which Megatron would report only after its import or the model's building.
+    """Return the mistakes in numbers, which Megatron would report only after its import or after building the model.
 
-    Only if no other flag makes Megatron use another number; Megatron runs all of its checks itself.
+    A number is not checked if another flag may make Megatron use a different number; Megatron repeats all checks.
     """
     alone = ("--save", "--save-interval", "--train-iters", "--train-samples", "--skip-train")
     given = given_flags(script_args, [*NUMBERS, *alone, *SIZES_ELSEWHERE])
@@ -238,13 +238,13 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
     if "--save" in given and "--save-interval" not in given:
         found.append("--save needs --save-interval N: save a checkpoint every N iterations")
-    if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):  # looks like all flags
+    if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):  # all flags seem given
         found.append("the length of the training is missing: give --train-iters N, or --train-samples N")
     return found
 
 
 def _data(script_args: Sequence[str], needs: bool) -> list[str]:
-    """Return missing files and data; ``needs``: the script has no data except Megatron's."""
+    """Return missing files and data; ``needs``: True if the script has no data other than Megatron's data sets."""
     others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
     given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
     found = _tokenizer(given) + [
@@ -271,7 +271,7 @@ def _data(script_args: Sequence[str], needs: bool) -> list[str]:
 
 
 def _blend(paths: Sequence[str]) -> list[str]:
-    """Return the words of a file of ``BLENDS``; empty if it is missing or invalid, which Megatron reports."""
+    """Return the words of a file of ``BLENDS``, the last path; empty if it is missing or wrong, as Megatron reports."""
     try:
         text = Path(paths[-1]).read_text(encoding="utf-8") if paths else ""
         if not text.lstrip().startswith("{"):
@@ -285,20 +285,18 @@ def _blend(paths: Sequence[str]) -> list[str]:
 def _tokenizer(given: dict[str, list[str]]) -> list[str]:
     kind, path = ((given.get(name) or [""])[-1] for name in (TOKENIZER, TOKENIZER_MODEL))
     missing = path and kind in TOKENIZER_FILES and not Path(path).is_file()
-    if kind == "HuggingFaceTokenizer":  # otherwise it is the name of a model
+    if kind == "HuggingFaceTokenizer":  # a value that is no path is the name of a model
         missing = path.startswith(("/", "./", "../")) and not Path(path).exists()
     return [f"{TOKENIZER_MODEL} {path}: no such file"] if missing and _is_here(path) else []
 
 
 GPUS = "/dev/nvidia[0-9]*"
-"""Device files of GPUs: without one, processes cannot use GPUs, whatever the driver reports (in a container).
-
-A container may have GPUs without number 0.
-"""
+"""Pattern of the device files of GPUs: if none exists (in a container), no GPU can be used, even if the driver lists
+GPUs.  A container may have GPUs without GPU 0."""
 
 
 def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
-    """Return the reason against ``here`` workers and spares on this node, if it is known to have fewer GPUs."""
+    """Return the reason against ``here`` workers and spares on this node if it has fewer GPUs; empty if not known."""
     gpus = 0 if _on_cpus(script_args) else count_gpus(environ)
     if not is_megatrons(script) or not 0 < gpus < here:
         return []
@@ -315,7 +313,7 @@ def _on_cpus(script_args: Sequence[str]) -> bool:
 
 
 def host() -> tuple[list[str], list[str]]:
-    """Return why this host and Python cannot launch any run; and notes about missing features."""
+    """Return the reasons why this host and this Python cannot launch any run, and notes about missing features."""
     notes = []
     if why := system.lacking("pidfd_open"):
         notes.append(f"{why}. A thread waits for the end of each process instead")
@@ -328,7 +326,10 @@ def host() -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of this host for a training.  ``counted``: its needs, in words; ``notes``: limits that may be too low."""
+    """Comparison of this host's limits with the needs of a training.
+
+    ``reasons``: limits that are too low; ``notes``: limits that may be too low; ``counted``: the needs and limits.
+    """
 
     reasons: list[str]
     notes: list[str]
@@ -336,7 +337,7 @@ class Limits:
 
 
 def limits(script: str, script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str]) -> Limits | None:
-    """Check the limits for ``here`` of ``world`` workers, including spares; None if their needs are not known."""
+    """Check this host's limits for ``here`` of ``world`` workers, including spares; None if the needs are not known."""
     if not is_megatrons(script) or "--recover" not in script_args:
         return None
     try:
@@ -393,12 +394,12 @@ def _mib(size: int) -> str:
 
 
 def _is_here(path: str) -> bool:
-    """Return whether a path, by its name, is in a file system of this host."""
+    """Return whether ``path`` is a path on this host, not a URL."""
     return "://" not in path
 
 
 def _is_weight(word: str) -> bool:
-    """Return whether a word is a number: blends have weights between their prefixes."""
+    """Return whether ``word`` is a number, and so a weight of a blend, in which weights and prefixes alternate."""
     try:
         float(word)
     except ValueError:

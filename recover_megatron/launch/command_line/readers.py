@@ -1,16 +1,16 @@
 """Readers of flag values, of SCRIPT and of the environment for recover-run, without torch.
 
-The readers of values parse text and raise ValueError with the valid values.  The words of ``--nproc-per-node`` need the
-number of GPUs of this host, which is counted without torch: importing torch takes seconds and may open the devices.
+The readers of values parse text and raise ValueError, which names the valid values.  ``--nproc-per-node gpu`` needs the
+number of this host's GPUs, which are counted without torch: its import takes seconds and may open the devices.
 
-SCRIPT must exist; ``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: it runs a file of that name in
-the current folder, else the module that was installed with this package.
+SCRIPT must exist, with one exception: ``pretrain_gpt_recover.py`` works in any folder.  If the current folder has no
+file of that name, recover-run starts the module that was installed with this package.
 
-Other tools describe the shape of a launch in the environment::
+Other tools describe a launch in the environment::
 
-    PET_NNODES, PET_NODE_RANK, ...        defaults of the options, as for torchrun: used
-    RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: a launch of one node is refused, unless
-                                          --nnodes or --slurm is given; each process would train alone
+    PET_NNODES, PET_NODE_RANK, ...        torchrun's defaults of options: used
+    RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: unless --nnodes or --slurm is given, the
+                                          launch is refused, because each process would train separately
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from typing import Any
 from recover_megatron.log_writer import why_not_used
 
 PROC = Path("/proc/driver/nvidia/gpus")
-"""Folder where NVIDIA's driver has a subfolder for each GPU."""
+"""Folder in which NVIDIA's driver has a subfolder for each GPU."""
 
 
 def count_gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
-    """Return the number of usable GPUs: those in CUDA_VISIBLE_DEVICES if set, else all of the driver."""
+    """Return the number of usable GPUs: the GPUs in CUDA_VISIBLE_DEVICES if it is set, else all GPUs of the driver."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         listed = [word.strip() for word in visible.split(",")]
@@ -51,7 +51,10 @@ def count_gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
 
 
 def workers_by_word(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
-    """Resolve torchrun's words for ``--nproc-per-node``; return None for other text.  Raises ValueError."""
+    """Return the number of workers for ``text``, torchrun's gpu, cpu or auto; None for other text.
+
+    Raises ValueError for gpu if this host has no GPU.
+    """
     count = count_gpus(environ, proc)
     if text == "gpu" and count == 0:
         raise ValueError("this host has no GPU (by CUDA_VISIBLE_DEVICES and NVIDIA's driver): give a number, or cpu")
@@ -125,7 +128,7 @@ def nodes(text: str) -> int:
 
 
 INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
-"""Scripts that setup.py installs as modules."""
+"""File name -> module of each script that setup.py installs as a module."""
 
 
 RUNNER = "recover_megatron.megatron_hooks"
@@ -133,7 +136,7 @@ RUNNER = "recover_megatron.megatron_hooks"
 
 
 def takes_runner(script: str, module: bool) -> bool:
-    """Return whether to run a script through RUNNER: Python source (by any name) that is not part of this package."""
+    """Return whether to run a script through RUNNER: it is Python source (any file name) outside of this package."""
     if Path(script).stem in INSTALLED.values():
         return False
     if module:
@@ -142,7 +145,10 @@ def takes_runner(script: str, module: bool) -> bool:
 
 
 def installed_module(script: str) -> tuple[str, str] | None:
-    """Return the installed module for the bare name ``script``, and its file; None: a file here, or another script."""
+    """Return the installed module for the bare name ``script``, and the module's file.
+
+    None for any other script, if the current folder has a file of that name, or if the module is not installed.
+    """
     if script not in INSTALLED or os.path.lexists(script):
         return None
     spec = _find_module(INSTALLED[script])
@@ -200,7 +206,10 @@ def why_not_executed(program: str) -> str:
 
 
 def script_behind_python(words: Sequence[str]) -> int | None:
-    """Return the index of the script that Python runs in a command, or of ``-m`` before a module; None if unknown."""
+    """Return the index of the script that Python runs in the command ``words``, or of ``-m`` before a module.
+
+    None if the command runs no Python script, or none is recognized.
+    """
     at = next((at for at, word in enumerate(words, 1) if re.fullmatch(r"python[\d.]*", Path(word).name)), len(words))
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "-c", "-m"):
         at += 2 if words[at] in ("-W", "-X") else 1
@@ -225,7 +234,7 @@ def imports_pretrain(script: str) -> bool:
     try:
         nodes = list(ast.walk(ast.parse(Path(found.origin or "" if found else script).read_bytes())))
     except (OSError, SyntaxError, ValueError):
-        return False  # it does not exist here, or is not source code
+        return False  # the script does not exist here, or is not Python source code
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     return any(
         node.module in ("megatron.training", "megatron.training.training")
@@ -237,7 +246,8 @@ def imports_pretrain(script: str) -> bool:
 def why_not_written(folder: Path, *, tried: bool = False) -> str:
     """Return why this process cannot write into ``folder``, which may not exist yet; empty if no reason is found.
 
-    Unless ``tried``, nothing is created, so an error that only a write shows (a full disk) is not found.
+    ``tried``: test it by writing; if False, nothing is created, so errors that only a write shows (a full disk) are not
+    found.
     """
     existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     if not existing.is_dir():
@@ -264,7 +274,8 @@ def _find_module(module: str) -> ModuleSpec | None:
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        # By the part's name: a nested folder without __init__.py would need an import of its parent.
+        # Search for the last part of the name only: with the full name, a nested folder without __init__.py would need
+        # an import of its parent.
         spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
@@ -281,10 +292,10 @@ SIZE_AND_RANK = (
 
 
 def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Fill in options from ``PET_*`` that the command line leaves out.
+    """Fill in, from ``PET_*`` variables, options that the command line leaves out.
 
-    Return the used variables, and the reasons against a launch in this environment.  A launch under ``--slurm``, or one
-    that joins a run, gets its shape from elsewhere.
+    Return the used variables, and the reasons against a launch in this environment.  With ``--slurm`` or ``--join``,
+    only TAKEN_HERE is used, because the nodes are known from elsewhere.
     """
     elsewhere = namespace.slurm or namespace.join
     taken = {}
@@ -304,7 +315,7 @@ def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[d
 
 
 def _is_one_of_several(environ: Mapping[str, str], size: str, rank: str) -> bool:
-    """Return whether, by these variables, this process is one of several."""
+    """Return whether the variables ``size`` and ``rank`` show that this process is one of several."""
     value = environ.get(size, "")
     return rank in environ and value.isdecimal() and int(value) > 1
 

@@ -1,1 +1,1 @@
-"""Launchers of several nodes, their store, and the coordinators that they host."""
+"""Cooperation of the launchers of several nodes, their store, and the coordinators that they host."""

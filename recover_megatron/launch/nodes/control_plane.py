@@ -1,16 +1,16 @@
 """Job's coordinator, hosted by the launchers, and this launcher's session with it.
 
-The launcher of a single-node launch starts two candidate coordinators on loopback (if one is killed, the workers
-connect to the other); on several nodes, three launchers start one each (plan.py); a launcher that joins a running job
-also starts one, which the coordinator announces (membership/admission.py), because all candidates of the launch may be
-lost some day.  A launcher passes the addresses and the job's secret to its workers, and is the node agent of its node:
-it reports how its workers end, and kills workers that the coordinator evicts.  A script that never opens a session is
-not affected.
+On one node, the launcher starts two candidate coordinators on loopback: if one is killed, the workers connect to the
+other.  On several nodes, three launchers start one candidate each (plan.py).  A launcher that joins a running job also
+starts a candidate, which the coordinator announces (membership/admission.py), because all candidates of the launch may
+be lost some day.  A launcher passes the addresses and the job's secret to its workers, and is the node agent of its
+node: it reports how its workers end, and kills workers that the coordinator evicts.  Scripts that never open a session
+with the coordinator are not affected.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in order of preference
     RECOVER_SECRET        the job's secret: the user's, or a random one for this launch
     RECOVER_NODE_AGENT    the name of this launcher as a node agent
-    RECOVER_HOST          several nodes: the address at which the others reach this one
+    RECOVER_HOST          several nodes: the address at which other nodes reach this node
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ from recover_megatron.variables import (
 )
 
 HERE = 2
-"""Number of candidates of a launch on one node."""
+"""Number of candidate coordinators of a launch on one node."""
 STOPPING_SECONDS = 1.0
-"""Time that a launch that must stop waits for a coordinator that does not answer."""
+"""Most seconds that a launcher that must stop waits for the coordinator's answer."""
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 NOBODY_SECONDS = 10.0
-"""A run that had a coordinator counts as ended if the hosts of all candidates have refused connections for so long, and
-for longer than its workers wait."""
+"""Seconds after which a run that had a coordinator counts as ended if the hosts of all candidates refuse connections;
+or the time that workers wait for a coordinator, if that is longer."""
 LOOK_SECONDS = 1.0
 
 
 def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple[int, str] | None]:
-    """Return whether, by the logs in ``folder``, one of ``coordinators`` has ever listened; and exit code and reason of
-    the run's end, if one of them has logged it (else None).
+    """Return two facts from the event logs in ``folder``: whether one of ``coordinators`` has ever listened; and the
+    exit code and reason of the run's end, None if none of ``coordinators`` has logged it.
 
-    A coordinator without a majority has logged the end of one side of a partition: the other side may continue.
+    An end for lack of a majority is ignored: it is the end of one side of a partition, and the other may continue.
     """
     addresses, listened = {join_addresses([address]) for address in coordinators}, False
     for path in folder.glob("events-*.jsonl"):
@@ -86,7 +86,7 @@ def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError):  # a line that is being written, or is damaged
                 record = json.loads(line)
-                if record["event"] == "listening":  # a new launch after an end that the file also contains
+                if record["event"] == "listening":  # a new launch: an end earlier in the file was another launch's
                     ours, end = record["address"] in addresses, None
                     listened |= ours
                 elif record["event"] == "stop" and ours and record["code"] != EXIT_LOST_MAJORITY:
@@ -101,7 +101,10 @@ def has_secret(environ: Mapping[str, str]) -> bool:
 
 
 def own_address(host: str) -> str:
-    """Return this host's address among those of the name ``host``; the name itself if it is not exactly one."""
+    """Return the address that the name ``host`` has on this host's interfaces, except loopback.
+
+    Return ``host`` itself if there is not exactly one such address, or if the name has no other address.
+    """
     try:
         addresses, found = addresses_of(host), interfaces()
     except (OSError, UnicodeError):
@@ -111,7 +114,7 @@ def own_address(host: str) -> str:
 
 
 def _own_address(others: Sequence[Address]) -> str:
-    """Return the address from which one of ``others``, whose hosts may be lost, is reachable.  Raises OSError."""
+    """Return this host's address on the route to the first of ``others`` that has a route.  Raises OSError if none."""
     for other in others[:-1]:
         with suppress(OSError):
             return local_address(other)
@@ -119,7 +122,7 @@ def _own_address(others: Sequence[Address]) -> str:
 
 
 class _InMainThread:
-    """Events of the session, handled by the event loop."""
+    """Callbacks of the session that pass each event from the session's thread to the event loop."""
 
     def __init__(
         self, loop: EventLoop, orders: Orders, say: Callable[[str], None], may_host: Callable[..., None]
@@ -134,9 +137,9 @@ class _InMainThread:
 
 @dataclass(eq=False)
 class ControlPlane:
-    """Candidates and node agent of one launch; without any state before ``open``.
+    """Candidates and node agent of one launcher; before ``open`` it has neither.
 
-    Callbacks that its methods take are called in the main thread, by the event loop.
+    The event loop calls the callbacks that its methods take, in the main thread.
     """
 
     _plan: LaunchPlan
@@ -145,28 +148,28 @@ class ControlPlane:
     _loop: EventLoop
     _say: Callable[[str], None]
     _orders: Orders
-    """Handler of the coordinator's orders, called in this thread."""
+    """Handler of the coordinator's orders, called in the main thread."""
 
     def __post_init__(self) -> None:
         plan = self._plan
-        # All processes of a run must use the same times: the script's flags define them.
+        # All processes of a run must use the same timeouts, so they are read from the script's flags.
         self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._host_address = loopback()
         self._candidates: dict[Address, HostedCandidate] = {}
         self._joins_as_candidate = bool(plan.joins)
-        """True if a candidate may still be started here."""
+        """True while a launcher that joins a run may still start its candidate."""
         self.agent: NodeAgent | NoAgent = NoAgent()
         """Session of this launcher."""
         self.found_ended: tuple[int, str] | None = None
-        """Exit code and reason of the end of the run that this launcher should join."""
+        """Exit code and reason of the end of the run that this launcher should join; None: no end is known."""
 
     def open(self, candidates: Candidates | None) -> None:
-        """Start this launcher's candidates and open its session; once.
+        """Start this launcher's candidates and open its session; call it once.
 
-        ``candidates``: of a launch on several nodes; this object owns their listener from now on.  Raises SecretError
-        for an invalid secret of the user, OSError if no process or socket can be created.
+        ``candidates``: None for a launch on one node; this object owns their listener from now on.  Raises SecretError
+        if the user's secret is not valid, OSError if a process or socket cannot be created.
         """
         plan = self._plan
         generated = {} if has_secret(self._inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
@@ -197,7 +200,8 @@ class ControlPlane:
     def _places(
         self, candidates: Candidates | None
     ) -> tuple[Sequence[Address], list[tuple[int, socket.socket]], str | None]:
-        """Return all candidates' addresses; numbers and sockets of those here; this host's address for others."""
+        """Return the addresses of all candidates; the number and socket of each candidate of this launcher; and this
+        host's address for other nodes (None: workers use the default)."""
         plan = self._plan
         if plan.joins:
             return plan.joins, [], plan.node_address or _own_address(plan.joins)
@@ -211,7 +215,7 @@ class ControlPlane:
         return candidates.addresses, own, candidates.host
 
     def _host(self, number: int, listener: socket.socket, shared: Shared) -> Address:
-        """Start a candidate; return its address."""
+        """Start candidate ``number`` on the socket ``listener``; return its address."""
         plan, address = self._plan, listener.getsockname()[:2]
         events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
         environment = {**self._environment, **plan.lines}
@@ -220,9 +224,9 @@ class ControlPlane:
         return address
 
     def _may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
-        """Start one candidate on a joining launcher, with the parameters that the coordinator has sent.
+        """Start the candidate of a launcher that joins a run, with the parameters that the coordinator has sent.
 
-        Without a candidate here, the run continues as long as another one is left.
+        If that is not possible, log the reason only: the run continues as long as another candidate is left.
         """
         if not self._joins_as_candidate or self.agent.out is not None:
             return
@@ -246,7 +250,7 @@ class ControlPlane:
         self._say(f"this node also hosts a candidate coordinator: {join_addresses([address])}")
 
     def end_candidates(self) -> None:
-        """Start no more candidates: the launch is over; running candidates are killed with it."""
+        """Start no more candidates, because the launch is over; running candidates are killed with it."""
         for candidate in self._candidates.values():
             candidate.close()
         self._candidates.clear()
@@ -256,7 +260,7 @@ class ControlPlane:
         self.agent.close()
 
     def stopping(self, number: int) -> None:
-        """Announce that the signal ``number`` stops this launcher's workers: their ends are no losses."""
+        """Report to the coordinator that signal ``number`` stops this launcher's workers: their ends are no losses."""
         self.agent.stopping(number, STOPPING_SECONDS)
 
     # --- queries of the launcher ---
@@ -274,7 +278,7 @@ class ControlPlane:
 
     @property
     def undecided(self) -> bool:
-        """Return whether, as far as this launcher knows, the run is under way: it may continue without its workers."""
+        """Return whether, as far as this launcher knows, the run has not ended: workers of other nodes may continue."""
         return self.agent.led and self.agent.out is None
 
     @property
@@ -284,7 +288,8 @@ class ControlPlane:
 
     @property
     def told(self) -> bool:
-        """Return whether a coordinator has reported the end; otherwise ``verdict`` means that none was reached."""
+        """Return whether a coordinator has reported the end of the run; if False, a ``verdict`` only means that no
+        coordinator was reached."""
         out = self.agent.out
         return isinstance(out, CoordinatorLost) and out.told
 
@@ -303,11 +308,11 @@ class ControlPlane:
     # --- waiting ---
 
     def when_decided(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the run is over or no coordinator is reachable any more."""
+        """Call ``callback`` when the run has ended or no coordinator is reachable any more."""
         self._after(self.agent.wait_out, callback)
 
     def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when a coordinator leads, the run was ``found_ended``, or after ``seconds``."""
+        """Call ``callback`` when a coordinator leads, when ``found_ended`` is set, or after ``seconds``."""
         self._after(partial(self._wait_led, time.monotonic() + seconds), callback)
 
     def _wait_led(self, until: float) -> None:
@@ -344,16 +349,17 @@ class ControlPlane:
 
         try:
             threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
-        except RuntimeError:  # no more threads: no reason to end the launch
+        except RuntimeError:  # no thread can be started now, which is no reason to end the launch
             self._loop.call_later(AGAIN_SECONDS, lambda: self._after(wait, callback))
 
     def verdict(self) -> int | None:
         """Return the run's exit code as the coordinator decided it: 0 if the last members left in order.
 
-        Called after all workers have ended; waits LAST_WORD_SECONDS.  None: it has decided nothing, because no worker
-        opened a session, or the run did not reach its first epoch; unless a worker reported that the run must end.
+        Call it after all workers have ended; it waits up to LAST_WORD_SECONDS for the report.  None if the coordinator
+        has decided nothing: no worker opened a session, or the run ended before its first epoch and no worker had
+        reported that it must end.
         """
-        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have received it first
+        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have received the verdict before this launcher
         if not self.agent.led and self.agent.out is None:
             return None
         self.agent.wait_out(LAST_WORD_SECONDS)
@@ -363,10 +369,10 @@ class ControlPlane:
         return out.code
 
     def linger(self) -> None:
-        """Let the coordinator that gave the verdict exit by itself, if it is hosted by this launch.
+        """Wait, for a bounded time, until the coordinator that gave the verdict has exited, if this launcher hosts it.
 
-        Otherwise it would be killed with the launch, before it has logged the end of the run and, on several nodes,
-        before it has reported it to nodes that are reconnecting.  Waits for a bounded time.
+        Otherwise the coordinator would be killed with the launch, before it has logged the end of the run and, on
+        several nodes, before it has reported the end to nodes that are reconnecting.
         """
         connected_to = self.agent.connected_to
         candidate = self._candidates.get(connected_to) if connected_to is not None else None
@@ -374,7 +380,7 @@ class ControlPlane:
             candidate.wait(2 * self._settings.heartbeat_timeout + 1)
 
     def stopped(self) -> None:
-        """Call ``linger`` after the workers of a stopped launch have ended, if the run is over with them."""
+        """Call ``linger`` after the workers of a stopped launch have ended, if no worker of another node is left."""
         if self.agent.had_all:
             self.agent.wait_out(LAST_WORD_SECONDS)
             self.linger()

@@ -1,4 +1,7 @@
-"""Launcher of a node other than 0: joins, reports, and obeys the end of the launch.  See peers.py for the keys."""
+"""Launcher of a node other than 0: joins the launch, reports to node 0, and stops when node 0 ends the launch.
+
+See peers.py for the keys of the store.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,12 @@ from recover_megatron.script_flags import codes, differences, listed
 
 _AGAIN_SECONDS = 0.25
 UNPROVED_SECONDS = 10.0
-"""Wait for a ``job`` that proves the secret, before an unproved one counts as node 0's."""
+"""Seconds to wait for a ``job`` that proves the secret, before an unproved ``job`` is taken for node 0's."""
 
 
 @dataclass(eq=False)
 class Guest:
-    """Side of a node other than 0; call ``run`` in a separate thread, ``say`` in any."""
+    """Store protocol on a node other than 0; call ``run`` in a separate thread, ``say`` in any thread."""
 
     _plan: LaunchPlan
     _seal: Seal
@@ -63,12 +66,12 @@ class Guest:
         self._coordinators = ""
         self._door: socket.socket | None = None
         self.heard = time.monotonic()
-        """Time of the store's last answer."""
+        """Monotonic time of the store's last answer; at first, of the creation of this object."""
         self.reached = False
         """True if the store has answered."""
 
     def run(self) -> None:
-        """Join, report and obey until the end of the launch or of the store."""
+        """Join the launch, then report and wait until node 0 ends it; reconnect whenever the store is lost."""
         try:
             store, own = self._join()
             if own is None:
@@ -98,7 +101,7 @@ class Guest:
                 self._tell(self._events.store_back)
 
     def say(self, store: Store, message: dict[str, Any], ring: bool = True) -> None:
-        """Add the fields of ``message`` to the message of this node."""
+        """Add the fields of ``message`` to this node's message in the store; ``ring``: also wake node 0."""
         key = f"node/{self._plan.node_rank}"
         with self._lock:
             self._message |= message
@@ -108,9 +111,9 @@ class Guest:
             store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
     def refuse(self, reason: str, seconds: float) -> None:
-        """Report to node 0, instead of ``run``, that this node takes no part.
+        """Report to node 0 that this node takes no part; called instead of ``run``.
 
-        Raises OSError if node 0's store is unreachable, or does not listen within ``seconds``.
+        Raises OSError if node 0's host is unreachable, or its store does not listen within ``seconds``.
         """
         address, until = (self._plan.master_addr, self._plan.master_port), time.monotonic() + seconds
         while True:
@@ -129,7 +132,7 @@ class Guest:
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def _join(self) -> tuple[Store, OwnPlace | None]:
-        """Call ``_take_part`` in the store of this start: the store of an earlier one may still be up."""
+        """Call ``_take_part`` in the store of this start; wait while the store of an earlier start is still up."""
         until = time.monotonic() + self._plan.rendezvous_timeout
         while True:
             try:
@@ -149,12 +152,15 @@ class Guest:
         return int(job["attempt"]) if job is not None else -1
 
     def _take_part(self, store: Store) -> OwnPlace | None:
-        """Join; return None if refused.  Node 0's answer to our nonce proves that ``job`` is of this launch."""
+        """Join the launch; return None if this node was refused or left out.
+
+        Node 0 answers with this launcher's nonce, which proves that ``job`` is not from an earlier run.
+        """
         plan = self._plan
         job = self._job(store)
         own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
         if plan.fault_tolerant:
-            with contextlib.suppress(OSError):  # the address is not this host's (NAT): a loss is noticed later
+            with contextlib.suppress(OSError):  # the address is not this host's (NAT): node 0 notices a loss later
                 self._door = listen(own.host)
         while True:
             if self._elsewhere(store, job):
@@ -178,9 +184,9 @@ class Guest:
             job = self._job(store)
 
     def _elsewhere(self, store: Store, job: dict[str, Any]) -> bool:
-        """Return whether this launcher takes no part in this start, which leaves out some nodes.
+        """Return whether this launcher takes no part in this start, because of the nodes that the start leaves out.
 
-        Either it leaves out this node, or this launcher does not know them yet and must start again.
+        Either this node is left out, or this launcher has another list of nodes to leave out and must start again.
         """
         plan, without = self._plan, tuple(map(int, job.get("without", ())))
         if plan.node_rank in without:
@@ -194,14 +200,15 @@ class Guest:
         return plan.node_rank in without or without != plan.without
 
     def _left_out(self, coordinators: str = "") -> None:
-        """Stop: the launch started again without this node."""
+        """Stop this launcher, because the launch started again without this node."""
         why = f"node {self._plan.node_rank} was lost at the start of the run, which started again without it"
         self._tell(self._events.failed, continues_without(self._plan, why, coordinators), LEFT_OUT)
 
     def _come_second(self, store: Store) -> None:
-        """Stop: another launcher was welcomed as this node; it is live, or was lost and the run continues.
+        """Stop this launcher, because another launcher was welcomed as this node before.
 
-        A live launcher writes its message again every BEAT_SECONDS, over this launcher's, which writes no more.
+        If the other launcher is live, this one is refused; if it was lost, the run continues without this node.  This
+        launcher writes no more messages, so a live one overwrites them with its own within BEAT_SECONDS.
         """
         plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
         until = time.monotonic() + patience
@@ -232,7 +239,10 @@ class Guest:
         return {"coordinator": own.address, "lease": try_lease(self._plan, self._run_id), **witness}
 
     def _job(self, store: Store) -> dict[str, Any]:
-        """Return node 0's description of the launch.  Raises KeyError or TypeError for an invalid one."""
+        """Return node 0's description of the launch.  Raises KeyError or TypeError if it is not valid.
+
+        Raises ValueError if node 0 does not prove that it has the job's secret.
+        """
         until = time.monotonic() + UNPROVED_SECONDS
         while True:
             job = self._look(store, "job", "")
@@ -244,7 +254,7 @@ class Guest:
                 return {"run_id": job["run_id"], "candidates": list(job["candidates"]), **job}
 
     def _learn_candidates(self, store: Store, own: OwnPlace) -> bool:
-        """Wait for the candidates; return False if the launch was ended before."""
+        """Wait for the addresses of the candidates; return False if node 0 ended the launch before."""
         while True:
             reply = self._next(store, "coordinators")
             if reply:
@@ -260,12 +270,12 @@ class Guest:
     # -- following ----------------------------------------------------------------------------------------------------
 
     def _obey(self, store: Store, end: Any) -> bool:
-        """Obey ``end``, if it is set and trusted; return whether the launch has ended."""
+        """Stop this launcher if ``end`` is set and trusted; return whether the launch has ended."""
         if end is None:
             return False
         if not self._seal.proves and store.check([PREFIX + "everybody"]):
             self._ignore("end", "it has no proof, and all nodes take part")
-            time.sleep(BEAT_SECONDS)  # the key is set: there is no event to wait for
+            time.sleep(BEAT_SECONDS)  # the key is set, so waiting for it would return at once
             return False
         without = tuple(map(int, end.get("without", ())))
         if self._plan.node_rank in without:
@@ -276,9 +286,12 @@ class Guest:
         return True
 
     def _next(self, store: Store, key: str) -> Any:
-        """Return the value of ``key`` within one beat; None: no trusted value.  RuntimeError: no store."""
+        """Report that this node is live, then wait up to BEAT_SECONDS for the value of ``key`` and return it.
+
+        None if the key has no trusted value.  Raises RuntimeError if the store is lost.
+        """
         self.say(store, {}, ring=False)
-        store.check([PREFIX + "job"])  # an answer, unlike set's
+        store.check([PREFIX + "job"])  # waits for the store's answer, as ``set`` does not
         self.heard = time.monotonic()
         return self._look(store, key, self._run_id)
 
@@ -291,7 +304,7 @@ class Guest:
                 raise
         except ValueError as error:
             self._ignore(key, str(error))
-            time.sleep(BEAT_SECONDS / 4)  # its writer will write it again; there is no event for that
+            time.sleep(BEAT_SECONDS / 4)  # the true value will be written again, but the store reports no change
         return None
 
     def _ignore(self, key: str, why: str) -> None:
@@ -300,9 +313,9 @@ class Guest:
             self._tell(self._events.note, f"{PREFIX}{key} in the store is ignored: {why}")
 
     def _find_again(self) -> Store | None:
-        """Reconnect to the store of this launch; return None if it is gone.
+        """Reconnect to the store of this launch; return None if it is not reachable now.
 
-        If a new launcher of node 0 serves another store at this address, report the running run to it.
+        If a new launcher of node 0 serves another store at this address, report in that store that the run continues.
         """
         try:
             store = join_store(self._plan.master_addr, self._plan.master_port, refused=False)
@@ -322,7 +335,7 @@ class Guest:
         return None
 
     def _report_the_run(self, store: Store, run_id: str) -> None:
-        """Report the running run in the store of a launch that cannot complete without this node."""
+        """Report in the store of a new launch, which cannot start without this node, that the earlier run continues."""
         key = f"node/{self._plan.node_rank}"
         with self._lock:
             self._count += 1

@@ -1,4 +1,7 @@
-"""Launcher of node 0: welcomes the other nodes, tracks them, and ends the launch.  See peers.py for the keys."""
+"""Launcher of node 0: welcomes the other nodes, notices their losses, and ends the launch.
+
+See peers.py for the keys of the store.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ from recover_megatron.script_flags import codes
 
 LOST_SECONDS = 20.0
 WAITING_SECONDS = 10.0
-"""Time after which a launcher logs that it waits for others."""
+"""Seconds after which a launcher logs that it waits for other launchers."""
 SEEN_SECONDS = 3.0
-"""Time that node 0 waits, when it ends the launch, until all nodes have read that."""
+"""Most seconds that node 0, when it ends the launch, waits until all nodes have read ``end``."""
 
 
 @dataclass
@@ -45,7 +48,7 @@ class _Member:
 
 @dataclass(eq=False)
 class Host:
-    """Side of node 0; call ``run`` in a separate thread."""
+    """Store protocol on node 0; call ``run`` in a separate thread."""
 
     _plan: LaunchPlan
     _store: Store
@@ -59,18 +62,18 @@ class Host:
         self._hosting = hosting(self._plan)  # computed once: slow with thousands of nodes
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
-        """Nodes that take part and have not reported the ends of their workers."""
+        """Nodes, by rank, that take part and have not reported the ends of their workers."""
         self._candidates: dict[int, Address] = {}
-        """Candidates of other nodes by rank, until all are known."""
+        """Addresses of the candidates reported so far, by node rank."""
         self._trial: LeaseTrial | None = None
         self._looks: dict[int, Any] = {}
-        """Reports of other nodes with candidates about the lease."""
+        """Reports about the lease, by rank, from the other nodes with candidates."""
         self._places: dict[int, Any] = {}
-        """Reports of all nodes about the witness."""
+        """Reports about the witness, by rank, from all nodes."""
         self._domains: dict[int, tuple[str, ...]] = {}
-        """Domains of all nodes, as reported."""
+        """Failure domains of each node, by rank, as the node reported them."""
         self._given = (False, False)
-        """Pair of flags: there is a lease, there is a witness."""
+        """Pair: True if the candidates have a lease, True if they have a witness."""
         self._announced = False
         """True if the candidates have been announced."""
         self._missing = set(range(1, self._plan.nnodes)) - {*self._plan.without}
@@ -78,7 +81,10 @@ class Host:
         self._deadline = time.monotonic() + self._plan.rendezvous_timeout
 
     def run(self) -> None:
-        """Serve until every node has reported, or the launch cannot be completed; a lost node may come back."""
+        """Serve until every node has reported the ends of its workers, or the launch cannot be completed.
+
+        A lost node that writes again counts as live again.
+        """
         plan = self._plan
         if plan.control_plane:
             self._trial = LeaseTrial(plan)  # before any node can look for it
@@ -95,21 +101,21 @@ class Host:
             for rank in ranks:
                 if (message := self._message_of(rank)) is not None and not self._heard(rank, message):
                     return
-            # After their messages: this process may have been stopped itself, or may have welcomed many nodes.
+            # Check after reading their messages: if this process was stopped or busy, the nodes are not to blame.
             if sweep:
                 swept = time.monotonic()
                 if not self._check_members():
                     return
 
     def refuse(self, reason: str, seconds: float) -> None:
-        """Notify launchers that come within ``seconds``, instead of ``run``, that this one refused its command line."""
+        """Notify launchers that connect within ``seconds`` that node 0 refused its command line; instead of ``run``."""
         self._open({"refused": reason})
         until = time.monotonic() + seconds
         while self._missing and time.monotonic() < until:
             self._missing.difference_update(self._rung())
 
     def _open(self, more: dict[str, Any]) -> None:
-        """Publish the description of the launch."""
+        """Publish the description of the launch; ``more``: fields in addition to the common ones."""
         plan = self._plan
         job = {
             "nnodes": plan.nnodes,
@@ -126,12 +132,12 @@ class Host:
     def announce_end(
         self, store: Store, reason: str, code: int, without: Sequence[int] = (), gone: Collection[int] = ()
     ) -> None:
-        """Make all other nodes stop with ``code``, over the connection ``store``, and wait until they know.
+        """Make all other nodes stop with ``code``, through the connection ``store``; wait until they have read it.
 
         ``without``: nodes that the next start leaves out; ``gone``: nodes that are lost.
         """
         value = {"reason": f"node 0 ended the launch: {reason}", "code": code, "without": list(without)}
-        # A launcher that waits for the coordinators reads the end next.
+        # A launcher that waits for the coordinators gets an empty value and reads ``end`` next.
         for key, content in {"end": value, "coordinators": {}}.items():
             if key not in self._values:
                 self._values[key] = self._seal.wrap(key, self._plan.run_id, content)
@@ -146,7 +152,10 @@ class Host:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _rung(self) -> list[int]:
-        """Wait one beat for the bell; return the rank in its message, which is not authenticated."""
+        """Wait one beat for the bell; return the rank in its message if it is a known node's, else an empty list.
+
+        The rank is not authenticated.
+        """
         try:
             rank = int(self._store.queue_pop(PREFIX + "bell"))
         except RuntimeError as error:
@@ -158,7 +167,7 @@ class Host:
         return [rank] if rank in self._missing or rank in self._members else []
 
     def _message_of(self, rank: int) -> dict[str, Any] | None:
-        """Return the message of node ``rank``, if it is new and trusted."""
+        """Return the message of node ``rank`` if it is new and trusted, else None."""
         key = f"node/{rank}"
         if not self._store.check([PREFIX + key]):
             return None
@@ -222,7 +231,7 @@ class Host:
         if (door := message.get("door")) is not None:
             self._tell(self._events.welcomed, rank, address_from(door))
         self._put(f"welcome/{rank}", {"nonce": message["nonce"]})
-        # A witness must know all nodes; otherwise only the candidates are awaited.
+        # If there may be a witness, which must know all nodes, wait for all nodes; else only for nodes with candidates.
         awaited = self._missing if self._places.get(0, {}).get("kind") else {*self._hosting} & self._missing
         if plan.control_plane and not awaited and not self._announced and not self._announce_candidates():
             return False
@@ -241,7 +250,7 @@ class Host:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _announce_candidates(self) -> bool:
-        """Announce the candidates; return False if node 0 can have none and the launch ends."""
+        """Announce the candidates, the lease and the witness; return False if that fails and the launch ends."""
         try:
             own = OwnPlace(self._plan, next(iter(self._candidates.values())), 0 in self._hosting)
         except OSError as error:
@@ -281,7 +290,7 @@ class Host:
         if self._missing and now > self._deadline:
             without = (*self._plan.without, *sorted(self._missing))
             if self._plan.attempt and self._plan.attempt + 1 < self._plan.starts and self._plan.spared(without):
-                # It was lost while the others started again because of another loss.
+                # The missing node was lost while the other nodes started again because of an earlier loss.
                 again = f"the launch starts again{spared(self._plan, without)}"
                 return self._end(f"node {nodes} has not joined this start: {again}", START_AGAIN, without)
             return self._end(
@@ -293,7 +302,7 @@ class Host:
         return True
 
     def _end(self, reason: str, code: int, without: tuple[int, ...] = ()) -> bool:
-        """End the launch; return False.  ``without``: further nodes that the next start leaves out."""
+        """End the launch; return False.  ``without``: nodes that the next start leaves out; empty: as in this start."""
         self._tell(self._events.failed, reason, code, without or self._plan.without)
         self._fail(reason, code, without or self._plan.without)
         return False

@@ -5,9 +5,9 @@ A candidate is a socket and a process, which is restarted::
     RUNNING --killed, or ended during the run--> DOWN --after a pause--> RUNNING (a new candidate)
        '--has led the run to its end--> OVER
 
-The socket stays open while it is DOWN, so that a worker that connects waits in its backlog.  A new candidate needs no
-state: see membership/coordinator.py.  A candidate that ends soon after each start is restarted less and less often
-(``PAUSES``), as long as the run lasts.
+While the candidate is DOWN, its socket stays open, so that a worker that connects waits in the backlog.  A new process
+needs no state of the old one: see membership/coordinator.py.  If the processes end soon after each start, they are
+restarted less and less often (``PAUSES``), as long as the run lasts.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Seconds before the next start, by the number of candidates in a row that ended soon."""
+"""Seconds before the next start of a candidate, by the number of its consecutive processes that lived less than SOON
+seconds."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
-"""Time after which the launcher's session usually knows that a candidate that exited has ended the run, unless the
-launcher was stopped meanwhile and its connection dropped."""
+"""Seconds after a candidate's exit in which the launcher's session usually learns whether the run has ended."""
 _OF_RUNS = (0, EXIT_NO_REPLICA, EXIT_STATE_LOST)
-"""Exit codes of a candidate that has led the run to its end, and of no other."""
+"""Exit codes with which a candidate exits only if it has led the run to its end."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters that the candidates of a run share, in addition to its settings."""
+    """Parameters that all candidates of a run share, in addition to the run's settings."""
 
     lease: Path | None
+    """Path of the lease; None: the run has none."""
     slack: int
-    """See ``leadership.standing``."""
+    """Most workers by which two nodes may differ; see ``leadership.standing``."""
     witness: Scope | None
-    """Witness, which may report to the candidates which nodes are off; not known to candidates added later."""
+    """Witness, which confirms to this candidate which nodes are off; None for candidates added during the run."""
     witnessed: bool
-    """True if the run has such a witness, so that every candidate follows its rules."""
+    """True if the run has a witness, so that every candidate follows the rules for runs with a witness."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class CandidateCommand:
     number: int
     world_size: int
     events: Path
-    """File of its event log."""
+    """File of the candidate's event log."""
     settings: Settings
     environment: Mapping[str, str]
     """Environment, including the job's secret."""
     shared: Shared
 
     def start(self, listener: socket.socket) -> tuple[int, int]:
-        """Start a candidate that serves ``listener``.  Return pid and pidfd; raises OSError."""
+        """Start the candidate, which serves the socket ``listener``.  Return pid and pidfd; raises OSError."""
         command = [*program("recover_megatron.membership.__main__"), "--world", str(self.world_size)]
         command += ["--listen-fd", str(listener.fileno()), "--events", str(self.events)]
         numbers = ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "grace", "min_replicas")
@@ -88,7 +89,7 @@ class CandidateCommand:
                     json.dump(self.shared.witness.to_json(), scope)
                 os.lseek(opened[1], 0, os.SEEK_SET)
                 command += ["--witness-fd", str(opened[1])]
-            # Its stderr (a failing disk, a bug) is for the launcher's user.
+            # The candidate shares the launcher's stderr, so that the user sees its errors (a failing disk, a bug).
             inherited = [listener.fileno(), *opened[1:]]
             return spawn(command, self.environment, opened[0], sys.stderr.fileno(), inherit=inherited, deaf=True)
         finally:
@@ -98,24 +99,27 @@ class CandidateCommand:
 
 @dataclass(eq=False)
 class HostedCandidate:
-    """Candidate hosted here, used in the main thread; starts the first process.  Raises OSError if that fails."""
+    """Candidate hosted by this launcher; its creation starts the first process.  Raises OSError if that fails.
+
+    Use it in the main thread only.
+    """
 
     _loop: EventLoop
     _command: CandidateCommand
     _listener: socket.socket
     _agent: NodeAgent | NoAgent
-    """The launcher's session, which knows whether the run has ended, so that no new candidate is needed."""
+    """The launcher's session, which knows whether the run has ended and needs no new candidate."""
     _say: Callable[[str], None]
     _timer: Timer | None = None
     _soon: int = 0
     _process: Child | None = None
-    """Running process; None: it is down."""
+    """Running process; None: the candidate is DOWN or OVER."""
 
     def __post_init__(self) -> None:
         self._run()
 
     def close(self) -> None:
-        """Start no more processes; the running one is killed at the end of the launch."""
+        """Start no more processes; a running process is killed at the end of the launch."""
         if self._timer is not None:
             self._timer.cancel()
         if self._process is not None:
@@ -146,12 +150,16 @@ class HostedCandidate:
         self._again(what, LAST_WORD_SECONDS if status > 0 else 0.0)
 
     def _again(self, what: str, at_least: float, why_not: str = "") -> None:
-        """Schedule a new candidate in place of ``what``; ``why_not``: why the last attempt failed, logged each time."""
+        """Schedule the next process.
+
+        ``what``: how the last process ended; ``at_least``: shortest pause in seconds; ``why_not``: suffix of the log
+        line that tells why the last attempt to start a process failed.
+        """
         pause = max(at_least, PAUSES[min(self._soon, len(PAUSES) - 1)])
         self._soon += 1
         self._timer = self._loop.call_later(pause, lambda: self._replace(what))
         if pause > LAST_WORD_SECONDS:
-            self._say(f"{what}{why_not}; the run continues with the others, and with a new candidate in {pause:g} s")
+            self._say(f"{what}{why_not}; the run continues with the other candidates; restart in {pause:g} s")
 
     def _replace(self, what: str) -> None:
         self._timer = None
@@ -166,17 +174,17 @@ class HostedCandidate:
 
 
 END_SECONDS = 5.0
-"""Time limit for the exporter to report the end of the run."""
+"""Most seconds that the exporter has to report the end of the run."""
 MOST_REASON = 2000
-"""Most characters of a reason, so that a pipe takes them at once."""
+"""Most characters of a reason, so that one write to a pipe never blocks."""
 
 
 @dataclass(eq=False)
 class ExporterProcess:
-    """Exporter next to this launcher (``status/exporter.py``): metrics and events, if flags request them.
+    """Exporter process of this launcher (``status/exporter.py``), which exports metrics and events on request.
 
-    The run does not depend on it: if it cannot be started, or ends, a line is logged and the run continues.  It runs
-    only on the node whose candidate leads first.
+    The run does not depend on the exporter: if it cannot be started, or ends, a line is logged and the run continues.
+    The exporter runs only on the node whose candidate leads first.
     """
 
     _plan: LaunchPlan
@@ -186,10 +194,13 @@ class ExporterProcess:
     _say: Callable[[str], None]
     _process: Child | None = None
     _to: int = -1
-    """Pipe that notifies it of the end of the launch: SLURM sends signals to every process of a step."""
+    """Pipe that notifies the exporter of the end of the launch; not a signal: SLURM signals every process of a step."""
 
     def start(self, variables: Mapping[str, str]) -> None:
-        """Start it, if requested.  ``variables``: coordinators' addresses and the secret, as workers get them."""
+        """Start the exporter, if the script's flags request it and this node must run it.
+
+        ``variables``: the workers' variables with the coordinators' addresses and the secret.
+        """
         plan = self._plan
         here = not plan.joins and plan.node_rank == hosting(plan)[0]
         if not here or not (flags := _flags(plan)):
@@ -212,18 +223,18 @@ class ExporterProcess:
         self._process = Child(self._loop, started, self._ended)
 
     def end(self, how: tuple[int | None, str] | None) -> None:
-        """Notify it of the end of the run, and give it END_SECONDS to report that.
+        """Notify the exporter of the end of the run, and wait up to END_SECONDS until the exporter has reported it.
 
-        ``how``: exit code and reason, if this launcher knows them; a coordinator's report has priority, but before the
-        training begins no coordinator leads.
+        ``how``: exit code and reason; None: this launcher does not know them.  A coordinator's report has priority for
+        the exporter, but before the training begins no coordinator leads.
         """
         if self._process is not None:
             message = None if how is None else {"code": how[0], "reason": how[1][:MOST_REASON]}
-            with suppress(BrokenPipeError):  # it has ended meanwhile
+            with suppress(BrokenPipeError):  # the exporter has ended meanwhile
                 os.write(self._to, json.dumps(message).encode())
             self._process.wait(END_SECONDS)
             self._process.forget()
-            self._process = None  # its remains end with the launch
+            self._process = None  # if it still runs, it is killed at the end of the launch
 
     def _ended(self, status: int) -> None:
         assert self._process is not None

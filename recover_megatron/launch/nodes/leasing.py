@@ -1,13 +1,13 @@
-"""Lease and witness of a launch on several nodes: find out at the start whether its candidates have them.
+"""Lease and witness of a launch on several nodes: find out at the start whether the candidates can use them.
 
-The lease (membership/io/lease.py) is tested.  Node 0 writes a random word to PATH.try, by the call that takes a lease.
-A node with a candidate tries to write that file, too: it must be refused, read the word, and report it to node 0 when
-it joins.  So all of them see one folder, where only one of two hosts can create a file name.  Storage that hangs does
-not count.
+The lease (membership/io/lease.py) is tested: node 0 writes a random word to PATH.try, as a lease is taken.  Every other
+node with a candidate tries to create the same file: the storage must refuse that, and the node must read the word and
+report it to node 0 when it joins.  This proves that all nodes see one folder, in which two hosts cannot create the same
+file.  If the storage does not answer in time, there is no lease.
 
-The witness (membership/witness.py) is SLURM or Kubernetes.  Each node reports to node 0 which of the two runs it, and
-its name there; nodes with a candidate have queried it about themselves before.  All must report the same kind.  Node 0
-sends all names to the candidates.
+The witness (membership/witness.py) is SLURM or Kubernetes.  Each node reports to node 0 which of the two systems runs
+it, and the node's name in that system.  A node with a candidate first queries the system about itself.  All nodes must
+report the same system.  Node 0 sends all names to the candidates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRY_SECONDS = 5.0
 
 
 def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
-    """Return the path of the lease's files on this node, without their number; None: see ``why_no_lease``."""
+    """Return the path of the lease's files on this node, without the number at its end; None if there is no lease."""
     if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
         return None
     place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
@@ -37,12 +37,12 @@ def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
 
 
 def slack_of(plan: LaunchPlan) -> int:
-    """Return the most workers by which two nodes, each with a live worker, may differ (``leadership.standing``)."""
+    """Return the most workers by which two nodes that have a live worker may differ (``leadership.standing``)."""
     return plan.nproc_per_node - 1 + plan.spares
 
 
 def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
-    """Run another node's part of the test; return the word for node 0, or the reason why there is none."""
+    """Test the lease on a node other than 0; return the report to node 0: the word, or the reason for a failure."""
     path = lease_path(plan, run_id)
     if path is None:
         return {"reason": why_no_lease(plan)}
@@ -65,7 +65,7 @@ class LeaseTrial:
     """Node 0's part of the test of the lease."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        """Write the word; wait at most ``TRY_SECONDS`` for the storage."""
+        """Write the word to the storage, in at most ``TRY_SECONDS`` seconds."""
         self._plan = plan
         self._path = lease_path(plan, plan.run_id)
         self._word = secrets.token_hex(16)
@@ -76,7 +76,10 @@ class LeaseTrial:
         self._own = _within(lambda: {"word": word} if publish(trial, word) else {"reason": f"{trial} exists already"})
 
     def end(self, reports: Mapping[int, Any]) -> str:
-        """Return why there is no lease, from the answers of other nodes with candidates; empty if there is one."""
+        """End the test; return why there is no lease, or an empty text if all nodes in ``reports`` have read the word.
+
+        ``reports``: reports of the other nodes with candidates, by rank.
+        """
         answers = {0: self._own, **reports}
         if self._path is not None:
             _within(partial(_trial(self._path).unlink, missing_ok=True))
@@ -84,7 +87,7 @@ class LeaseTrial:
             if not isinstance(answer, dict) or answer.get("word") != self._word:
                 reason = answer.get("reason") if isinstance(answer, dict) else None
                 return f"node {rank}: {str(reason or 'it does not see the folder of node 0')[:300]}"
-        if self._path is not None:  # by this file, a node that joins later knows that it sees the same folder
+        if self._path is not None:  # a node that joins later finds this file only if it sees the same folder
             _within(partial(self._path.touch, mode=0o600))
         return ""
 
@@ -98,7 +101,7 @@ class LeaseTrial:
 
 
 def lease_is_here(path: Path) -> str:
-    """Return why a node that joins later cannot use the lease at ``path``; empty if it sees node 0's file."""
+    """Return why a node that joins later cannot use the lease at ``path``; empty if it can: it sees node 0's file."""
     answer = _within(lambda: {} if path.exists() else {"reason": f"{path} does not exist"})
     return answer.get("reason", "")
 
@@ -109,7 +112,7 @@ def _trial(path: Path | None) -> Path:
 
 
 def _within(attempt: Callable[[], dict[str, str] | None]) -> dict[str, str]:
-    """Return the result of ``attempt``, or the reason if it fails or takes too long."""
+    """Return the result of ``attempt``, run in a thread, or the reason if it fails or takes over TRY_SECONDS."""
     answer: dict[str, str] = {"reason": f"the storage has not answered for {TRY_SECONDS:g} s"}
 
     def run() -> None:
@@ -129,7 +132,7 @@ CALLED = {SLURM: "SLURM's controller", KUBERNETES: "Kubernetes' API server"}
 
 
 def place_of(kind: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> str:
-    """Return the name of this node for a witness of this kind; empty if it is not known to be its node."""
+    """Return the name by which a witness of this kind knows this node; empty if the environment does not show one."""
     if kind == SLURM:
         return environ.get("SLURMD_NODENAME", "") if "SLURM_JOB_ID" in environ else ""
     name, uid, namespace = environ.get("POD_NAME"), environ.get("POD_UID"), environ.get("POD_NAMESPACE")
@@ -142,7 +145,10 @@ def place_of(kind: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> 
 
 
 def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return this node's report to node 0: kind and name, or why it has none.  Takes a few seconds at most."""
+    """Return this node's report to node 0: the witness's kind and this node's name, or why there is no witness.
+
+    Takes a few seconds at most.
+    """
     own = {"node": plan.node_name}
     if plan.witness == OFF:
         return own
@@ -161,9 +167,10 @@ def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) 
 
 
 def agree_on_witness(plan: LaunchPlan, reports: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
-    """Return the scope for the candidates, and a log line (empty: none), from the reports of all nodes.
+    """Return the scope of the witness for the candidates, and a log line (may be empty), from all nodes' reports.
 
-    The scope is None if there is no witness: the line may say why; unless AUTO, it is a reason against the launch.
+    The scope is None if there is no witness; the line then gives the reason, if one is known.  If the user has
+    requested a witness (not AUTO), the caller must then refuse the launch.
     """
     by_rank = {rank: answer if isinstance(answer, dict) else {} for rank, answer in sorted(reports.items())}
     kinds = {str(answer.get("kind", "")) for answer in by_rank.values()}
@@ -173,7 +180,7 @@ def agree_on_witness(plan: LaunchPlan, reports: Mapping[int, Any], lease: bool) 
     if kinds == {""}:
         return None, ""
     if len(kinds) > 1:
-        return None, "no witness (the nodes are not all of SLURM or all of Kubernetes)"
+        return None, "no witness (the nodes are not all under SLURM, or all under Kubernetes)"
     if not lease:
         return None, "no witness (it needs a lease, and there is no lease)"
     scope = Scope(kinds.pop(), {str(answer["node"]): str(answer["place"]) for answer in by_rank.values()})

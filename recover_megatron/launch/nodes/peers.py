@@ -1,37 +1,38 @@
-"""Coordination with the launchers of other nodes: whether this launcher takes part, and the wait at the end.
+"""Coordination with the launchers of other nodes: admission to the launch, common failures, and the wait at the end.
 
 The launchers of a launch exchange messages through the store, under ``recover/launch/``::
 
     key                      written by     meaning
     job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id"}
-    node/R                   node R > 0     all its messages so far: its identity, the addresses of its door and its
-                                            candidate, its refusal, its failure, the ends of its workers; and a count
-                                            that grows every BEAT_SECONDS while the launcher is live
-    bell                     nodes R > 0    queue: wakes node 0, which reads node/R; its content is not trusted
-    welcome/R                node 0         {"nonce"}: of the launcher that is node R, the first that came
-    coordinators             node 0         {"addresses", "lease", "witness"}: of the candidates, in order, whether
-                                            they have a lease, and the witness; empty if the launch is ended before
-    everybody                node 0         all nodes take part
-    end                      node 0         {"reason", "code", "without"}: the launch cannot be completed; all stop with
-                                            that code, or start again, without some nodes
+    node/R                   node R > 0     all messages of node R so far: its identity, the addresses of its door and
+                                            its candidate, its refusal, its failure, the ends of its workers; and a
+                                            count that grows every BEAT_SECONDS while the launcher is live
+    bell                     nodes R > 0    queue of ranks R, which wakes node 0 to read node/R; not trusted
+    welcome/R                node 0         {"nonce"}: nonce of the first launcher that joined as node R
+    coordinators             node 0         {"addresses", "lease", "witness"}: the candidates' addresses in order,
+                                            whether they have a lease, and their witness; empty if the launch has
+                                            been ended before
+    everybody                node 0         set when all nodes take part
+    end                      node 0         {"reason", "code", "without"}: the launch cannot be completed; all nodes
+                                            stop with that code, or start again without the nodes ``without``
     end/seen/R               node R > 0     node R has read ``end``
 
 Every value except the bell and ``end/seen`` is sealed (``store.Seal``).  A value that cannot be opened is ignored, with
-one log line, and the launcher that wrote the true value writes it again every BEAT_SECONDS, so a stranger that writes
-into the store can only delay a launch.
+one log line.  The launcher that wrote the true value writes it again every BEAT_SECONDS, so a stranger that writes into
+the store can only delay a launch.
 
-A node that disagrees with ``job`` is refused before it starts a worker; if it was still missing, the launch can never
-be complete, and node 0 ends it.  A launcher that has refused its command line also notifies the others
-(``tell_refusal``): node 0 by ``refused`` in ``job``, other nodes by their refusal in node/R.  Each node of
-``candidates`` reports the address of its coordinator (plan.py); no worker starts before all nodes know all of them.
-Node 0 keeps the store up until every node has reported the ends of its workers, or its count has stopped for
+A node that disagrees with ``job`` is refused before it starts a worker.  If node 0 still waits for that node, the
+launch can never be complete, and node 0 ends it.  A launcher that has refused its command line also notifies the others
+(``tell_refusal``): node 0 by ``refused`` in ``job``, another node by its refusal in node/R.  Each node of
+``candidates`` reports the address of its coordinator (plan.py); no worker starts before all nodes know these addresses.
+Node 0 keeps the store up until every node has reported the ends of its workers, or its count has not grown for
 LOST_SECONDS.
 
-The start needs all nodes and must notice a loss sooner, so launchers also hold connections (``Line``): node 0 to the
-door of each other node, each other node to the store of node 0.
+At the start, which needs all nodes, a loss must be noticed sooner.  So launchers also hold connections (``Line``):
+node 0 to the door (a listening socket) of each other node, and each other node to the store of node 0.
 
-Store operations block, so each side (guest.py, host.py) runs in a thread and calls back through the event loop; failure
-reports use a separate connection.  ``Peers`` decides, in the main thread.
+Store operations block, so guest.py and host.py run in threads and call back through the event loop; failure reports use
+a separate connection.  ``Peers`` decides, in the main thread.
 """
 
 from __future__ import annotations
@@ -57,22 +58,23 @@ from recover_megatron.membership.records import EXIT_NO_REPLICA, Settings, range
 from recover_megatron.membership.wire import Secret
 
 REPORT_SECONDS = 10.0
-"""Time limit for another node to deliver its report to node 0."""
+"""Most seconds that a node other than 0 waits until its report is in the store."""
 LAST_WORD_SECONDS = 0.5
-"""Time for the last message of an ended launcher, which may name the cause, to arrive."""
+"""Seconds between the end of another launcher and the reaction to it: its last message may still arrive and name the
+cause."""
 FAILURE_SECONDS = 5.0
-"""Time limit for a launcher that ends the launch to notify the others."""
+"""Most seconds that a launcher that ends the launch takes to notify the others."""
 
 
 REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
-"""Time for a launcher that has refused its command line to reach the others, and time limit in total."""
+"""Most seconds that a launcher that has refused its command line waits for the others to be reachable, and in total."""
 
 
 def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
     """Notify the other launchers, which would wait until the rendezvous timeout, that this launcher takes no part.
 
-    ``listener``: the store's, on node 0.  Other nodes notify node 0, which ends the launch.  Usually all launchers have
-    refused, for the same reason; so this does not take long.
+    ``listener``: the store's socket, on node 0; None: this is another node, which notifies node 0, which ends the
+    launch.  The wait is short, because usually all launchers have refused for the same reason.
     """
     no_events: Any = SimpleNamespace(note=None)
 
@@ -90,10 +92,11 @@ def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socke
 
 
 class Line:
-    """Silent connection to another launcher, whose end or silence the kernels report.
+    """Connection to another launcher without messages, by which the kernel reports that launcher's end or silence.
 
-    ``lost`` is called once, in the main thread: with True if the launcher's process has ended, with False if its host
-    has not answered for ``seconds`` (the host of a stopped process does).  Never, if no connection can be made.
+    ``lost`` is called once, in the main thread: with True if the other launcher's process has ended, with False if its
+    host has not answered keepalive probes for ``seconds`` (the host of a stopped process still answers).  If no
+    connection can be made, ``lost`` is never called.
     """
 
     def __init__(self, loop: EventLoop, address: Address, seconds: float, lost: Callable[[bool], object]) -> None:
@@ -109,7 +112,7 @@ class Line:
             options = {
                 socket.TCP_KEEPIDLE: 1,
                 socket.TCP_KEEPINTVL: 1,
-                socket.TCP_KEEPCNT: min(max(1, round(self._seconds - 1)), 127),  # the most that Linux takes
+                socket.TCP_KEEPCNT: min(max(1, round(self._seconds - 1)), 127),  # Linux's maximum
             }
             for option, value in options.items():
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -129,39 +132,42 @@ class Line:
 
 
 class PeerEvents(Protocol):
-    """Reactions of this launcher to the others.  Called in the main thread."""
+    """Reactions of this launcher to events of other launchers, called in the main thread unless stated otherwise."""
 
     def start_workers_if_ready(self) -> None:
-        """Start the workers: this node takes part, ``Peers.joined`` and ``Peers.run_id`` are set."""
+        """Start the workers if all else is ready; called when this node takes part and ``Peers.run_id`` is set."""
 
     def start_control_plane(self, candidates: Candidates) -> None:
-        """Start the control plane of several nodes; called only when all candidate coordinators are known."""
+        """Start the control plane of several nodes; called when all candidate coordinators are known."""
 
     def stop_with_peers(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None:
-        """Stop the launch here: reason and exit code; for START_AGAIN, the nodes to leave out."""
+        """Stop this node's workers and exit with ``code``; ``without``: for START_AGAIN, the nodes to leave out."""
 
     def goes_on(self) -> bool:
-        """Return whether the run is under way with workers of this node; called in any thread."""
+        """Return whether the run is under way with workers of this node; may be called in any thread."""
 
     def store_failed(self, reason: str) -> None:
-        """Handle that the store of this node cannot be served."""
+        """Handle the failure to serve this node's store."""
 
     def peers_ended(self) -> None:
-        """Finish: no other node needs this launcher; called only after ``own_workers_ended`` returned True."""
+        """Finish, because no other node needs this launcher; called only after ``own_workers_ended`` returned True."""
 
 
 @dataclass(eq=False)
 class Peers:
-    """Other launchers, as seen by this one; created once per launch.  Its threads report ``NodeEvents``."""
+    """View of the other launchers from this launcher; created once per launch.
+
+    Its threads report ``NodeEvents``, which it handles in the main thread.
+    """
 
     _loop: EventLoop
     _plan: LaunchPlan
     secret: InitVar[Secret | None]
     """Secret of the job; None if the launchers share none."""
     _listener: socket.socket | None
-    """Socket of the store, on node 0, until it is served."""
+    """Socket of the store, on node 0, until the store is served; else None."""
     _launcher_lost: Callable[..., None]
-    """Callback for a lost node: description; log line if the training has begun; rank."""
+    """Callback for a lost node; arguments: its description, the log line if the training has begun, its rank."""
     _say: Callable[[str], None]
     _events: PeerEvents
 
@@ -170,15 +176,15 @@ class Peers:
         self.joined = plan.node_rank == 0
         self.run_id = plan.run_id
         self.outcomes: list[ExitOutcome] = []
-        """Ends of the workers of other nodes (known to node 0 only)."""
+        """Reported ends of the workers of other nodes (known to node 0 only)."""
         self._lost: set[int] = set()
         self._gone: set[int] = set()
-        """Nodes whose lines have ended: no message reaches them."""
+        """Nodes whose connections (``Line``) have ended, so that no message reaches them."""
         self._silence = Settings.of(times_from_argv(plan.script_args)).heartbeat_timeout
         self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
         self._timer: Timer | None = None
-        # NodeEvents that are passed on unchanged.
+        # NodeEvents that other objects, or other methods, handle.
         self.note, self.delivered = self._say, self._stop_waiting
         self.coordinators, self.failed = self._events.start_control_plane, self._events.stop_with_peers
         self.store_failed, self.goes_on = self._events.store_failed, self._events.goes_on
@@ -194,20 +200,26 @@ class Peers:
         return bool(self._lost)
 
     def join(self) -> None:
-        """Ask node 0 to take part, if this is another node."""
+        """Ask node 0 to admit this node to the launch, unless this is node 0."""
         if not self.joined:
             self._run(self._guest.run)
             self._timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_timeout)
             self._loop.call_later(WAITING_SECONDS, self._on_waiting)
 
     def serve_store(self) -> None:
-        """Serve the store on node 0, once; call it after the workers, which import torch meanwhile, were started."""
+        """Start to serve the store, on node 0, at the first call.
+
+        Call it after the workers were started: they import torch while this launcher imports it.
+        """
         if self._listener is not None:
             self._run(partial(self._serve, self._listener))
             self._listener = None
 
     def own_workers_ended(self, outcomes: list[ExitOutcome]) -> bool:
-        """Report the ends; return whether the launcher must stay until ``peers_ended`` is called."""
+        """Report the ends of this node's workers; return True if this launcher must stay until ``peers_ended``.
+
+        Node 0 must stay while other nodes have workers; another node, until its report is delivered.
+        """
         if self._plan.node_rank > 0 and not self._store_lost:
             self._run(partial(self._deliver, {"report": outcomes}))
             self._loop.call_later(REPORT_SECONDS, self._stop_waiting)
@@ -219,12 +231,12 @@ class Peers:
         return self._waiting
 
     def fail(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
-        """End the launch on the other nodes; the caller stops this one.  ``without``: see ``Host.announce_end``."""
+        """End the launch on the other nodes; the caller stops this node.  ``without``: see ``Host.announce_end``."""
         if self.joined and not self._store_lost and 0 not in self._gone:
             self._tell_failure(reason, code, without)
 
     def settle(self) -> None:
-        """Wait, before the process exits, until the others have been notified of ``fail``."""
+        """Wait up to FAILURE_SECONDS until the other nodes have been notified of ``fail``; call it before the exit."""
         until = time.monotonic() + FAILURE_SECONDS
         for thread in self._telling:
             thread.join(max(0.0, until - time.monotonic()))
@@ -241,13 +253,13 @@ class Peers:
         self._events.start_workers_if_ready()
 
     def _node_0_silent(self, ended: bool) -> None:
-        if not ended:  # else its store has ended, too
+        if not ended:  # else ``store_lost`` reports it: the store ends with node 0's launcher
             self._gone.add(0)
             self._launcher_lost(f"node 0 (its host has not answered for {self._silence:g} s)")
 
     def welcomed(self, node_rank: int, door: Address) -> None:
         if not self._plan.fault_tolerant:
-            return  # it needs all nodes to its end, and must survive a silence of a few seconds
+            return  # the run must survive a silence of a few seconds, because it cannot continue without the node
         lost = partial(self._line_ended, node_rank)
         Line(
             self._loop,
@@ -299,7 +311,7 @@ class Peers:
     # --- watching and waiting ---
 
     def _watch_store(self) -> None:
-        """Check the store's last answer: a host without power does not answer, and no store operation reports that."""
+        """Check the time of the store's last answer: if node 0's host loses power, store operations only hang."""
         silence = time.monotonic() - self._guest.heard
         if silence > LOST_SECONDS and not self._store_lost:
             self._silent = True
@@ -360,7 +372,7 @@ class Peers:
             self._tell(self.store_failed, f"the store cannot be served: {one_line(error)}")
 
     def _deliver(self, words: dict[str, Any]) -> None:
-        # A separate connection: the other one is blocked in wait.
+        # A separate connection, because the one of ``run`` is blocked in a wait.
         try:
             self._guest.say(join_store(self._plan.master_addr, self._plan.master_port), words)
         except RuntimeError as error:

@@ -1,9 +1,9 @@
-"""Rendezvous store of a launch: a torch TCPStore, served by the launcher of node 0; proof of its values (``Seal``),
-and events of the other launchers (``NodeEvents``).
+"""Rendezvous store of a launch, a torch TCPStore that the launcher of node 0 serves; the authentication of its values
+(``Seal``), and the events of the other launchers (``NodeEvents``).
 
-Its socket listens before any process is started, so its port cannot be lost meanwhile, and workers that connect early
-wait in its backlog.  This is the only module of launch/ that imports torch, and only inside its functions: the import
-takes seconds, so it runs in a thread while the workers start.
+The store's socket listens before any process is started, so no other process can take the port meanwhile, and workers
+that connect early wait in the backlog.  Of launch/, only this module and device_test.py import torch, and only inside
+functions: the import takes seconds, so it runs in a thread while the workers start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recover_megatron.membership.wire import Secret
 from recover_megatron.network import connection
 
 PREFIX = "recover/launch/"
-"""Beginning of the launchers' keys."""
+"""Prefix of all keys that launchers use in the store."""
 BEAT_SECONDS = 2.0
 TIMEOUT = timedelta(minutes=30)
 _RETRY_SECONDS = 0.25
@@ -35,7 +35,7 @@ _NAME_SECONDS = 1.0
 
 
 class Store(Protocol):
-    """Part of torch's Store that peers.py uses."""
+    """Methods of torch's Store that launchers use."""
 
     def get(self, key: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
@@ -56,8 +56,8 @@ def serve_store(address: str, listener: socket.socket) -> Store:
 def join_store(address: str, port: int, refused: bool = True) -> Store:
     """Connect to the store of node 0, waiting until its port answers.  Raises RuntimeError or ImportError.
 
-    It waits without a limit: the supervisor's deadline abandons the calling thread.  ``refused``: also wait for a host
-    that refuses the connection; else raise ConnectionRefusedError.
+    The wait has no limit: after its deadline the supervisor ignores the calling thread.  ``refused``: also wait while
+    the host refuses connections; False: raise ConnectionRefusedError then.
     """
     while True:
         try:
@@ -78,7 +78,7 @@ def timed_out(error: RuntimeError) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of a store error, whose text may contain a C++ stack."""
+    """Return the first line of a store's error, without the C++ stack that may follow."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -94,9 +94,9 @@ def _tcp_store_class() -> Any:
 def _load_libraries() -> None:
     """Load torch's big libraries without holding the GIL.
 
-    An import holds the GIL while it loads libraries, for a second or, from a slow file system, many: for that time the
-    supervisor would notice no death and no signal.  A ctypes call releases it; the import then finds the libraries
-    loaded.  If they are not found this way, the import loads them.
+    An import holds the GIL while it loads libraries, for a second, or many seconds from a slow file system; meanwhile
+    the supervisor would notice no death and no signal.  A ctypes call releases the GIL, and torch's import then finds
+    the libraries loaded.  If this function does not find the libraries, the import loads them.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -113,8 +113,8 @@ def _load_libraries() -> None:
 def open_listener(address: str, port: int, nnodes: int) -> tuple[socket.socket | None, str | None]:
     """Bind and listen on ``address``:``port`` (0: a free port).  Return the socket, or None and the reason.
 
-    Only ``address`` is bound, never all interfaces, with one exception: a host name that this host resolves to loopback
-    (as Debian's /etc/hosts does), but the other nodes resolve to the real interface.
+    The socket is bound to ``address`` only, with one exception: if this host resolves its name to loopback (as Debian's
+    /etc/hosts does), other nodes resolve the name to the real interface, so the socket is bound to all interfaces.
     """
     found, reason = resolve(address)
     if reason:
@@ -151,9 +151,9 @@ def resolve(address: str) -> tuple[list[tuple[socket.AddressFamily, str]], str |
 
 
 def await_names(option: str, names: Sequence[str], seconds: float, say: Callable[[str], None]) -> str | None:
-    """Wait at most ``seconds`` until one of ``names`` can be resolved: the name of a new pod takes a while.
+    """Wait at most ``seconds`` until one of ``names`` can be resolved: the name of a new pod takes a while to appear.
 
-    Return the reason if none can.  ``option``: the source of the names; ``say``: called once, if this has to wait.
+    Return the reason if none can be resolved.  ``option``: flag that gave the names; ``say``: logs once that it waits.
     """
     until, announced = time.monotonic() + seconds, False
     while (error := _why_unknown(names)) is not None:
@@ -212,44 +212,44 @@ def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
 
 
 class NodeEvents(Protocol):
-    """Events from the threads that talk to the other launchers.  The event loop calls them in the main thread."""
+    """Events from the threads that talk to the other launchers; the event loop calls them in the main thread."""
 
-    def note(self, text: str) -> None: ...  # a log line
-    def failed(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None: ...  # the launch ends here;
-    # ``without``: START_AGAIN without these nodes
-    def coordinators(self, candidates: Candidates) -> None: ...  # all are known
+    def note(self, text: str) -> None: ...  # log this line
+    def failed(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None: ...  # this node must stop;
+    # ``without``: if ``code`` is START_AGAIN, the nodes that the next start leaves out
+    def coordinators(self, candidates: Candidates) -> None: ...  # the addresses of all candidates are known
 
     # Node 0.
     def store_failed(self, reason: str) -> None: ...  # the store cannot be served
-    def welcomed(self, node_rank: int, door: Address) -> None: ...  # a node takes part, and has a door
+    def welcomed(self, node_rank: int, door: Address) -> None: ...  # a node takes part, and listens at ``door``
     def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None: ...  # the ends of a node's workers
-    def node_lost(self, node_rank: int) -> None: ...  # a launcher is silent, and has not reported
-    def node_back(self, node_rank: int) -> None: ...
+    def node_lost(self, node_rank: int) -> None: ...  # a launcher is silent, without a report
+    def node_back(self, node_rank: int) -> None: ...  # a lost launcher has written again
 
     # Other nodes.
     def accepted(self, run_id: str) -> None: ...  # this node takes part in the run
     def store_lost(self, reason: str) -> None: ...  # the store of node 0 is lost or unreachable
     def store_back(self) -> None: ...
-    def goes_on(self) -> bool: ...  # the run is under way with workers of this node; in any thread
-    def delivered(self) -> None: ...  # our report is in the store, or the store is lost
+    def goes_on(self) -> bool: ...  # whether the run is under way with workers of this node; in any thread
+    def delivered(self) -> None: ...  # this node's report is in the store, or the store is lost
 
 
 _LONGEST = 1024 * 1024
 
 
 class Unproved(ValueError):
-    """Error for a value that no launcher of this run has written: it must not be trusted."""
+    """Error for a value that must not be trusted, because no launcher of this run has written it."""
 
 
 class Seal:
     """Authenticates the launchers' values in the store, which any host on the network can read and write.
 
-    A value is JSON text with a MAC by the job's secret over the key, the run and the text, so that it cannot be forged,
-    put under another key, or copied from another run with the same secret.  Node 0 chooses a random run id; its answer
-    to a node's nonce proves that a ``job`` is not of an earlier run (peers.py).  An old value of the same run can be
-    replayed: this is harmless, because values have counters and only ever add information.
+    A value is JSON text with a MAC, made with the job's secret, over the key, the run id and the text.  So a value
+    cannot be forged, put under another key, or copied from another run with the same secret.  Node 0 chooses a random
+    run id; when it answers with a node's nonce, that proves that ``job`` is not from an earlier run (peers.py).  An old
+    value of the same run can be replayed, which is harmless: values have counters and only ever add information.
 
-    ``secret``: None if the launchers share none: then values cannot be authenticated (docs/security.md).
+    ``secret``: None if the launchers share no secret; values cannot be authenticated then (docs/security.md).
     """
 
     def __init__(self, secret: Secret | None) -> None:
@@ -260,12 +260,12 @@ class Seal:
         return self._key is not None
 
     def wrap(self, key: str, run_id: str, value: Any) -> str:
-        """Return the sealed value for ``key``; ``run_id``: empty before it is known."""
+        """Return ``value`` sealed for ``key``; ``run_id``: empty for ``job``, whose readers do not know the id yet."""
         text = json.dumps(value)
         return json.dumps({"text": text, "mac": self._mac(key, run_id, text)})
 
     def open(self, key: str, run_id: str, data: bytes) -> Any:
-        """Return the value.  Raises ``Unproved`` if its MAC is wrong, ValueError for data that is no sealed value."""
+        """Return the value in ``data``.  Raises ``Unproved`` if its MAC is wrong, ValueError if it is not sealed."""
         if len(data) > _LONGEST:
             raise ValueError(f"a value of {len(data)} bytes")
         try:
@@ -280,7 +280,7 @@ class Seal:
             raise ValueError("not a launcher's value") from error
 
     def peek(self, data: bytes) -> Any:
-        """Return the value without checking its proof, only to log what may be wrong.  Raises ValueError."""
+        """Return the value in ``data`` without checking its MAC, to explain a refusal.  Raises ValueError."""
         return Seal(None).open("", "", data)
 
     def _mac(self, key: str, run_id: str, text: str) -> str:

@@ -1,1 +1,1 @@
-"""Processes of one node: start, watch, replacement and end, and their output."""
+"""Processes of one node: their start, supervision, replacement and end, and their output."""

@@ -3,11 +3,12 @@
 ::
 
     RUNNING --its robust mutex is released (network/death_notice.py)-----------> DYING --pidfd--> ended (worker_table)
-       '--its stderr reports a fatal signal---------> LOOKED AT --it writes a core------> DYING
+       '--its stderr reports a fatal signal---------> POLLED --it writes a core---------> DYING
                                                              '--the mutex is released--> DYING
 
-In both cases the kernel has sent SIGKILL to each of its threads, or (``Ending.goes_on``) the launcher does so before it
-reports the death: docs/membership.md explains why this counts as a death, and what must still wait for the pidfd.
+A worker is DYING once the kernel has sent SIGKILL to each of its threads; otherwise (``Ending.goes_on``) the launcher
+sends SIGKILL before it reports the death.  docs/membership.md explains why this counts as a death, and what must still
+wait for the pidfd.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from recover_megatron.network.death_notice import FATAL, DeathWatch
 
 _PF_EXITING = 0x4  # include/linux/sched.h; in field 9 of /proc/PID/stat
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS, LOOKS_SECONDS = 0.0005, 0.05, 60.0
-"""First pause, longest pause and total time, in seconds, of polling a process that handles a fatal signal."""
+"""Polling of a process that handles a fatal signal: first pause, longest pause and total time, in seconds."""
 _LONGEST = 300
 WRITES_CORE = "writing a core"
 UNKNOWN = "killed or exited: the kernel has not reported yet which"
@@ -33,18 +34,19 @@ UNKNOWN = "killed or exited: the kernel has not reported yet which"
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a process that has not gone yet."""
+    """End of a process that is dying, but has not been freed by the kernel yet."""
 
     code: int | None
-    """Exit code, or minus the signal; None: this kernel (before Linux 5.17) does not report it yet."""
+    """Exit code, or minus the signal; None: the kernel does not report it yet (before Linux 5.17, only at the end)."""
     writes_core: bool = False
-    """True if the kernel writes the memory to a core before it frees it, which may take minutes."""
+    """True if the kernel writes the process's memory to a core before it frees the memory, which may take minutes."""
     goes_on: bool = False
-    """True if the process is not dying: it has executed another program, or a bug has ended the watched thread."""
+    """True if the process is not dying, and must be killed: it has executed another program, or a bug has ended its
+    death-notice thread."""
 
     @property
     def how(self) -> str:
-        """Return the end in the words of ``WorkerProcess.how``, for the coordinator."""
+        """Return the description of this end for the coordinator, in the format of ``WorkerProcess.how``."""
         if self.code is None:
             return UNKNOWN
         how = signal_name(-self.code) if self.code < 0 else describe_end(self.code, None)
@@ -58,7 +60,7 @@ def ending(pid: int) -> Ending:
             state, flags, status = _stat(pid)
             exiting = flags & _PF_EXITING or _has_sigkill(pid)
         except OSError:
-            return Ending(None)  # its parent, a wrapper, has reaped it
+            return Ending(None)  # the process has been reaped by its parent, a wrapper
         if status or state == "Z":
             return Ending(os.waitstatus_to_exitcode(status))
         if exiting:
@@ -67,7 +69,7 @@ def ending(pid: int) -> Ending:
 
 
 def writes_core(pid: int) -> Ending | None:
-    """Return the end of ``pid`` if the kernel writes its core: none of its threads runs user code any more."""
+    """Return the end of ``pid`` if the kernel writes its core, so that no thread runs user code any more; else None."""
     with suppress(OSError):
         if "CoreDumping:\t1\n" in _status(pid):
             return Ending(os.waitstatus_to_exitcode(_stat(pid)[2]) or None, writes_core=True)
@@ -75,7 +77,7 @@ def writes_core(pid: int) -> Ending | None:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """Return state, flags and wait status, which is 0 until the kernel reports it.  Raises OSError."""
+    """Return state, flags and wait status (0 until the kernel reports it) of process ``pid``.  Raises OSError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[6]), int(fields[49])
@@ -93,7 +95,7 @@ def _has_sigkill(pid: int) -> bool:
 
 @dataclass
 class FatalError:
-    """Reads the text of Python's faulthandler about a fatal signal from one of a worker's streams."""
+    """Finds the report of Python's faulthandler about a fatal signal in one of a worker's output streams."""
 
     _on_first_line: Callback
     _text: bytes = b""
@@ -101,7 +103,7 @@ class FatalError:
 
     @property
     def text(self) -> str:
-        """Return the first line of that text and the innermost Python frame; empty if there was none."""
+        """Return the first line of the report and the innermost Python frame; empty if there was no report."""
         return self._text.decode(errors="replace")
 
     def take(self, lines: Iterable[bytes]) -> None:
@@ -117,30 +119,35 @@ class FatalError:
 
 @dataclass(eq=False)
 class ProcessWatch:
-    """Watches one worker's process; calls ``on_dying`` at most once, in the main thread, before the process is gone."""
+    """Watches one worker's process until it has been reaped.
+
+    Calls ``on_dying`` at most once, in the main thread, as soon as the worker is known to be dying; never for a worker
+    that has left the run in order.
+    """
 
     _loop: EventLoop
     _on_dying: Callable[[Ending], None]
     _watch: DeathWatch | None
     _pid: int = 0
     _over: bool = False
-    """True: nothing is reported from now on."""
+    """True if nothing is reported any more: the death was reported, or the watch was closed."""
 
     def begin(self, pid: int) -> None:
-        """Begin to watch the worker's process, which was started."""
+        """Begin to watch the worker's process, which has been started."""
         self._pid = pid
         if self._watch is not None:
             self._watch.begin(partial(self._loop.call_from_thread, self._released))
 
     def fatal(self) -> None:
-        """Poll the worker, whose output says that it handles a fatal signal."""
+        """Start to poll the worker's process: its output reports a fatal signal, so the kernel may write a core."""
         if self._pid:
             self._look(FIRST_LOOK_SECONDS, LOOKS_SECONDS)
 
     def fence(self, end: Ending) -> None:
-        """Send SIGKILL to the worker's process group; under a wrapper, which must keep running, to the worker only.
+        """Send SIGKILL to the worker's process group; if it runs under a wrapper, which must live, to the worker only.
 
-        Nothing is sent while a core is written, which SIGKILL would truncate.  Raises OSError if it cannot be sent.
+        While a core is written, send nothing, because SIGKILL would truncate the core.  Raises OSError if SIGKILL
+        cannot be sent.
         """
         if end.writes_core:
             return

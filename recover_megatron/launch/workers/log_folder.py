@@ -5,8 +5,8 @@
     workers.json        the state and end of each worker              WorkersFile
     secret              the secret that the launch generated          SecretFile
 
-The folders of ``--save`` and ``--recover-log-dir`` have such a lock, too.  Without ``--log-dir`` nothing else is
-written.  A failing disk neither blocks nor terminates the launcher (log_writer.py).
+The folders of ``--save`` and ``--recover-log-dir`` have such a lock, too; without ``--log-dir``, the locks are the only
+files.  A failing disk neither blocks nor terminates the launcher (log_writer.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recover_megatron.membership.wire import SECRET_FILE
 LOCK_FILE = "launch.lock"
 ORDER_FILE = LOCK_FILE + ".order"
 ENDING_SECONDS = 8.0
-"""Wait for the folder of an ended run, whose last launchers, on other nodes, may still hold it."""
+"""Seconds to wait for the folder of a run that has ended: launchers of other nodes may hold it a little longer."""
 LONGEST_REASON = 1000
 _LOOK_SECONDS = 0.25
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -41,12 +41,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Claim:
-    """Content of the lock file: the run in its folder."""
+    """Content of the lock file: describes the run that uses the folder, or used it last."""
 
     pid: int
     host: str
     started: float
-    """Start of its first launcher; seconds since the epoch."""
+    """Time at which the run's first launcher was started, in seconds since the epoch."""
     run_id: str
     nnodes: int
     master_addr: str
@@ -54,9 +54,9 @@ class Claim:
     world_size: int
     ended: bool = False
     code: int | None = None
-    """Exit code of the first launcher, if the run has ended."""
+    """Exit code of the run's first launcher; None: the run has not ended, or is about to start again."""
     reason: str = ""
-    """Reason why the run has ended, as that launcher knows it."""
+    """Reason why the run has ended, as its first launcher knows it."""
 
     @property
     def job(self) -> tuple[str, int, int]:
@@ -71,40 +71,40 @@ class Claim:
         return f"recover-run with pid {self.pid} on host {self.host}, started {since}"
 
 
-NOBODY = Claim(0, "", 0.0, "", 0, "", 0, 0)  # claim of a process that only looks
+NOBODY = Claim(0, "", 0.0, "", 0, "", 0, 0)  # claim of a process that only checks a lock
 
 
 @dataclass(eq=False)
 class FolderLock:
-    """Lock for one run at a time in ``folder``, which exists: every launcher of the run holds FOLDER/launch.lock.
+    """Lock that lets one run at a time use ``folder``, which exists: all launchers of the run hold FOLDER/launch.lock.
 
     ::
 
-        free ----take, or share by the first of several nodes----> held by one ----share----> held by several
-                                                                     '--- the last launcher ends (any way) --> free
+        free --take, or the first launcher's share--> held by one launcher --share--> held by several launchers
+          ^------------------------- the last of these launchers ends (in any way) ---------------------'
 
-    Its launchers hold a shared ``flock`` of the file, which the kernel (of the file server, if hosts share the folder)
-    releases with the process: a killed launch leaves nothing to clean up.  The file names the launcher that created the
-    run, and the run's id, by which launchers of other nodes and joining launchers know that they belong to it.
+    The launchers hold a shared ``flock`` of the file.  The kernel (of the file server, if hosts share the folder)
+    releases it when the process ends, so a killed launch leaves nothing to clean up.  The file names the launcher that
+    created the run, and the run's id, by which launchers of other nodes and joining launchers recognize their run.
 
-    A launcher can only test the lock by taking it for a moment.  So launchers test it one at a time, in the order in
-    which they get FOLDER/launch.lock.order: no test is mistaken for a run, and none sees a half-written claim.
+    A launcher can only test the lock by taking it for a moment.  So launchers test it one at a time, while they hold
+    FOLDER/launch.lock.order: no test is mistaken for a run, and no launcher reads a half-written claim.
 
     ``take``, ``check``, ``share`` and ``join`` return None, or the reason why the folder cannot be used.
     """
 
     folder: Path
-    mine: Claim  # describes this launcher
-    say: Callable[[str], None]  # warns that another run would not be noticed
+    mine: Claim  # describes this launcher and its run
+    say: Callable[[str], None]  # logs warnings
     option: str = "--log-dir"
     """Flag that named the folder."""
     needed: bool = True
-    """False: if the file cannot be opened (a read-only folder, or none), nothing is held, and a line is logged."""
+    """False: if the lock file cannot be opened (the folder is read-only or missing), warn and continue without it."""
     held: bool = field(default=False, init=False)
     run_id: str = field(default="", init=False)
     """Id of the run for which the folder is held."""
     goes_on: bool = field(default=False, init=False)
-    """True if the other nodes of this launcher's run hold the folder, so that this launcher cannot take it."""
+    """True if this launcher of node 0 was started again while other nodes continue its run and hold the folder."""
     _found_free: bool = field(default=False, init=False)
     _without: bool = field(default=False, init=False)
     _has_locks: bool = field(default=True, init=False)
@@ -115,24 +115,24 @@ class FolderLock:
         return self._opened(self._take)
 
     def check(self) -> str | None:
-        """Check that the folder is free, or held by what may be this launcher's launch."""
+        """Check that the folder is free, or held by a launch that may be this launcher's: same size and port."""
         return self._opened(self._check)
 
     def share(self, run_id: str) -> str | None:
-        """Hold the folder for the run ``run_id``, if it is free or a launcher of this run holds it."""
+        """Hold the folder for the run ``run_id``, if the folder is free or held by a launcher of that run."""
         return None if self.held else self._opened(lambda: self._share(self.run_id or run_id))
 
     def join(self, own_id: str) -> str | None:
-        """Find out for which run ``share`` must hold the folder: the one in it, or ``own_id``.  Nothing is held yet."""
+        """Choose the run for which ``share`` will hold the folder: the run that uses it; ``own_id`` if it is free."""
         return self._opened(lambda: self._join(own_id))
 
     def end(self, code: int | None, reason: str) -> None:
-        """Record the end of the run: exit code (None: it is about to start again) and reason.  Raises OSError."""
+        """Record the end of the run that this launcher created; ``code`` None: it starts again.  Raises OSError."""
         if self.held and (claim := self._read()) and claim.is_by(self.mine):
             self._write(replace(claim, ended=True, code=code, reason=reason[:LONGEST_REASON]))
 
     def look(self) -> str | None:
-        """Check whether a run uses the folder, without starting one; creates nothing in an unused folder."""
+        """Return the reason if a run uses the folder, else None; create no file in an unused folder."""
         return self._opened(lambda: self._join("")) if (self.folder / LOCK_FILE).exists() else None
 
     # ---- inside
@@ -156,13 +156,13 @@ class FolderLock:
         begun, announced = time.monotonic(), False
         while True:
             with self._look() as (free, claim):
-                # A lost node of the previous start, which this launcher repeats, may hold it for a long time.
+                # If this launcher repeats its start, a node lost in the previous start may hold the lock for long.
                 repeated_start = claim is not None and claim.ended and claim.code is None and claim.is_by(self.mine)
                 if free or repeated_start:
                     self._claim(self.mine, claim)
                     self.goes_on = False
                     return None
-            # This launcher of node 0 was started again: the other nodes' launchers end now, or the run continues.
+            # If node 0's launcher was started again, the other launchers of its earlier run end soon, or continue it.
             self.goes_on = bool(claim and not claim.ended and claim.job == self.mine.job and self.mine.nnodes > 1)
             patience = 2 * ENDING_SECONDS if self.goes_on else ENDING_SECONDS if claim and claim.ended else 0.0
             if time.monotonic() >= begun + patience:
@@ -187,7 +187,7 @@ class FolderLock:
     def _share(self, run_id: str) -> str | None:
         with self._look() as (free, claim):
             if self._found_free and claim and not claim.ended and claim.job == self.mine.job:
-                run_id = claim.run_id  # another joining launcher has claimed it since
+                run_id = claim.run_id  # another joining launcher has claimed the folder since ``join``
             if claim and claim.run_id == run_id:
                 self.held, self.run_id = True, run_id
             elif free:
@@ -196,9 +196,9 @@ class FolderLock:
 
     @contextlib.contextmanager
     def _look(self) -> Iterator[tuple[bool, Claim | None]]:
-        """Yield whether the folder is free, and its claim; no other launcher looks or claims meanwhile.
+        """Yield whether the folder is free, and its claim; no other launcher tests or takes the lock meanwhile.
 
-        On exit, this launcher keeps the lock if ``held`` is set.
+        On exit, this launcher keeps the lock if ``held`` is set, else releases it.
         """
         order = self._open(ORDER_FILE)
         try:
@@ -217,7 +217,7 @@ class FolderLock:
         return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def _flock(self, descriptor: int, kind: int) -> bool:
-        """Change the lock to ``kind``; False if it is held; True, with one warning, if the file system has no locks."""
+        """Change the lock to ``kind``; return False if another lock prevents it.  Without locks, warn once: True."""
         try:
             fcntl.flock(descriptor, kind)
         except BlockingIOError:
@@ -232,7 +232,7 @@ class FolderLock:
         return True
 
     def _claim(self, claim: Claim, last: Claim | None) -> None:
-        """Write the claim of this launcher; no other launcher holds the lock."""
+        """Write ``claim`` and set ``held``, while no other launcher holds the lock; ``last``: the file's old claim."""
         if last is not None and not last.ended and last.host != claim.host:
             last_used = f"{self.folder} was used by {last.in_words()}, which has not reported its end"
             self.say(f"{last_used}: if this file system has no locks between hosts, that run may still be live")
@@ -262,21 +262,20 @@ _OURS = re.compile(rb"[0-9a-f]{64}\n")
 
 
 class SecretFile:
-    """DIR/secret: the secret that a launch generated, where its owner's recover-status finds it.
+    """DIR/secret: the secret that a launch generated, stored for recover-status of the same user.
 
-    Only a generated secret is written, never one that the user chose.  The file has mode 0600 from its first byte on
-    and gets its name when it is complete; a link of that name is replaced, not followed.  It is removed at the end of
-    the launch.  The file of a killed launcher is useless, because the secret was valid for that launch only; the next
-    launch removes it.
+    A secret that the user chose is never written.  The file has mode 0600 from its first byte on and gets its name when
+    it is complete; a link of that name is replaced, not followed.  The file is removed at the end of the launch; if a
+    launcher is killed, by the next launch: until then it is useless, because its secret was valid for one launch only.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Keep the path; ``say``, called in any thread, logs trouble with the disk."""
+        """Write nothing yet; ``say``, called in any thread, logs errors of the disk."""
         self._path = folder / SECRET_FILE
         self.writing = BackgroundWriter(str(self._path), say)
 
     def write(self, secret: str) -> None:
-        """Write the file.  It exists when this returns, unless the disk fails or is too slow."""
+        """Write the file, which exists when this returns, unless the disk fails or is too slow."""
         self.writing.submit(lambda: _write_secret(self._path, secret), 1)
         self.writing.settle()
 
@@ -332,21 +331,21 @@ Entries = dict[int, dict[str, object]]
 class WorkersFile:
     """workers.json: the state and end of each worker, for users and tools, updated at every change.
 
-    A JSON list of objects (the fields of ``states.WorkerProcess``), sorted by worker id.  Launchers of several nodes
-    that share the folder merge their entries: each replaces its entries and keeps the others of the same run.  The lock
-    file ``workers.json.lock`` orders the writers and names the run; entries of an earlier run are dropped.  The file is
-    replaced by renaming, so no reader ever sees a partial file, and no killed launcher leaves one.
+    A JSON list of objects (the fields of ``states.WorkerProcess``), sorted by worker id.  If launchers of several nodes
+    share the folder, each replaces its own workers' entries and keeps the other entries of the same run.  The lock file
+    ``workers.json.lock`` orders the writers and names the run; entries of an earlier run are dropped.  The file is
+    replaced by renaming, so no reader ever sees a partial file, and a killed launcher never leaves a partial file.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Write nothing yet; ``say``, called in any thread, logs trouble with the disk."""
+        """Write nothing yet; ``say``, called in any thread, logs errors of the disk."""
         self._folder = folder
         self._latest: tuple[str, Entries] = ("", {})
         self._begun = False
         self.writing = BackgroundWriter(str(folder / WORKERS_FILE), say)
 
     def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
-        """Merge ``workers``, all of this launcher, into the file, before this returns if the disk is well."""
+        """Merge ``workers``, all of this launcher, into the file, and wait until it is written if the disk is well."""
         self._latest = (run_id, {worker.worker_id: asdict(worker) for worker in workers})
         if self.writing.left < 2:  # one job that is writing now, and one that will write the latest state
             self.writing.submit(self._write, 1)
@@ -360,13 +359,13 @@ class WorkersFile:
             named = lock.read()
             same_run = named == run_id
             if self._begun and named and not same_run:
-                return  # the launch started again without this node, or another run has the folder
+                return  # the launch started again without this node, or another run uses the folder now
             entries = (_read_entries(path) if same_run else {}) | own
             lines = ",\n".join("  " + json.dumps(entries[worker_id]) for worker_id in sorted(entries))
             temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
             temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")
             os.replace(temporary, path)
-            if not same_run:  # last: a launcher that finds the old name here drops the entries
+            if not same_run:  # last: until then, a launcher drops the entries
                 lock.seek(0)
                 lock.truncate()
                 print(run_id, end="", file=lock, flush=True)
@@ -378,7 +377,7 @@ def _read_entries(path: Path) -> Entries:
         entries = json.loads(path.read_text(encoding="utf-8"))
         return {int(entry["worker_id"]): entry for entry in entries}
     except (OSError, ValueError, TypeError, KeyError):
-        return {}  # missing, or of another format: this launcher's entries are complete without it
+        return {}  # the file is missing or has another format: only this launcher's entries are written
 
 
 class LogFolder:
@@ -388,7 +387,7 @@ class LogFolder:
         self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None],
         other_locks: Sequence[FolderLock] = (),
     ) -> None:  # fmt: skip
-        """Open ``folder``.  ``lock``: of it; ``other_locks``: of the script's folders; ``say`` logs disk trouble."""
+        """Write nothing yet.  ``lock``: of ``folder``; ``other_locks``: of other folders; ``say``: logs disk errors."""
         self._lock = lock
         self._say = loop.from_thread(say)
         self._locks = [held for held in (lock, *other_locks) if held]
@@ -398,7 +397,7 @@ class LogFolder:
         self._secret_is_ours = False
 
     def share(self, run_id: str) -> str | None:
-        """Hold the folders for the run ``run_id``; return the reason if another run holds one."""
+        """Hold all folders for the run ``run_id``; return the reason if one of them cannot be held, else None."""
         return next((reason for lock in self._locks if (reason := lock.share(run_id))), None)
 
     def open_log(self, path: Path) -> LogFile:
@@ -407,7 +406,7 @@ class LogFolder:
         return log
 
     def write_workers(self, run_id: str, workers: Sequence[WorkerProcess]) -> bool:
-        """Update workers.json.  Return False if the folder is not held yet: call it again."""
+        """Update workers.json.  Return False, having written nothing, if the folder is not held yet: call it again."""
         if self._lock is not None and not self._lock.held:
             return False
         if self._workers_file is not None:
@@ -415,21 +414,21 @@ class LogFolder:
         return True
 
     def keep_secret(self, secret: str) -> None:
-        """Store the secret that this launch generated for its owner's recover-status, until ``finish``."""
+        """Store the secret that this launch generated, for recover-status of the same user; ``finish`` removes it."""
         if self._secret_file is not None:
             self._secret_file.write(secret)
             self._secret_is_ours = True
 
     def forget_secret(self) -> None:
-        """Remove the secret that a killed launch may have left."""
+        """Remove the file with the secret of an earlier launch, if that was killed and left one."""
         if self._secret_file is not None:
             self._secret_file.remove()
 
     def finish(self, code: int | None, reason: str) -> None:
-        """Write the rest to the disk, as long as the disk accepts it, and release the folder for another run.
+        """Write all pending data, unless the disk fails or hangs, and record the end of the launch in the locks.
 
-        ``code``, ``reason``: the end of the launch, for recover-status if no coordinator has led; code None: the
-        launch starts again.
+        ``code``, ``reason``: exit code (None: the launch starts again) and reason of the end, which recover-status
+        shows if no coordinator has led.
         """
         files = list(self._logs)
         if self._workers_file is not None:
@@ -439,7 +438,7 @@ class LogFolder:
                 self._secret_file.remove()
             files.append(self._secret_file.writing)
         for lock in self._locks:
-            end_job = BackgroundWriter("", lambda text: None)  # a failure does not matter; a hang blocks no other file
+            end_job = BackgroundWriter("", lambda text: None)  # a separate one: a hanging disk blocks no other file
             end_job.submit(partial(lock.end, code, reason), 1)
             files.append(end_job)
         flush_all(files)

@@ -1,8 +1,8 @@
 """Event loop of the main thread: descriptors, signals, timers, and calls from other threads.
 
 Nothing is polled: ``run_once`` sleeps until a descriptor is ready, a signal arrives, a timer is due or another thread
-calls.  Signals and calls from threads arrive as bytes in pipes, so they are handled between two callbacks, never in the
-middle of one.  ``LaunchSignals`` defines the meaning of a signal to recover-run.
+calls.  Signals and calls from threads arrive as bytes in pipes, so they are handled between two callbacks and never
+interrupt a callback.  ``LaunchSignals`` defines what recover-run does on each signal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Callback = Callable[[], object]
 
 
 class Timer:
-    """Pending call; ``cancel`` it before it is due."""
+    """Pending call, which ``cancel`` drops if it is not due yet."""
 
     def __init__(self, due: float, callback: Callback) -> None:
         self.due = due
@@ -34,7 +34,7 @@ class Timer:
 
 
 class EventLoop:
-    """Event loop; create and close it in the main thread."""
+    """Event loop of the launcher; create, run and close it in the main thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -54,7 +54,7 @@ class EventLoop:
         self._selector.register(descriptor, selectors.EVENT_READ, on_readable)
 
     def unwatch(self, descriptor: int) -> None:
-        """Forget ``descriptor``; do it before it is closed.  Raises KeyError if it is not watched."""
+        """Stop watching ``descriptor``; call it before the descriptor is closed.  Raises KeyError if not watched."""
         self._selector.unregister(descriptor)
 
     def call_later(self, seconds: float, callback: Callback) -> Timer:
@@ -70,7 +70,7 @@ class EventLoop:
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
-            return  # the pipe is full of wake-ups already
+            return  # the pipe is full, so the loop will wake up anyway
 
     def from_thread(self, callback: Callable[..., None]) -> Callable[..., None]:
         """Return a function for other threads that makes the loop call ``callback`` with the same arguments."""
@@ -86,12 +86,12 @@ class EventLoop:
         self._signal_callback = callback
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
         for number in numbers:
-            # A handler in Python must exist for the wake-up descriptor to be written.
+            # Python writes to the wake-up descriptor only for signals that have a handler in Python.
             self._handlers_before[number] = signal.signal(number, lambda _number, _frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def give_back_signals(self) -> None:
-        """Restore the previous signal handlers, and call the callback for signals that arrived until then.
+        """Restore the previous signal handlers, then call the callback for the signals that arrived before that.
 
         In this order no signal is lost, whichever thread of the process receives it.
         """
@@ -102,8 +102,7 @@ class EventLoop:
     def run_once(self) -> None:
         """Sleep until an event occurs, then call all callbacks that are due.
 
-        If a callback raises, the others are still called, now and in the next round: the first error is raised after
-        all calls.
+        If a callback raises, the other callbacks are still called; the first error is raised after all calls.
         """
         errors: list[Exception] = []
         while self._timers and self._timers[0][2].callback is None:
@@ -160,11 +159,11 @@ class EventLoop:
 
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _TWICE_SECONDS = 1.0
-"""A closed terminal causes two SIGHUPs, by the kernel and by the shell, which count as one request."""
+"""Seconds within which a second SIGHUP is ignored: a closed terminal causes two, by the kernel and by the shell."""
 
 
 class SignalEvents(Protocol):
-    """Handler of signals.  Called in the main thread, between two other callbacks."""
+    """Reactions of the launch to signals, called in the main thread, between two other callbacks."""
 
     def child_ended(self) -> None: ...
     def pass_on(self, number: int) -> None: ...  # to all workers
@@ -173,12 +172,12 @@ class SignalEvents(Protocol):
 
 
 class LaunchSignals:
-    """Maps signals to recover-run to events, from its creation until the loop is closed.
+    """Translates signals that recover-run receives into ``SignalEvents``, from its creation until the loop is closed.
 
     ::
 
-        SIGCHLD                     a child has ended, perhaps an inherited one
-        SIGUSR1, SIGUSR2            passed on to the workers: batch systems send these ahead of a time limit
+        SIGCHLD                     a child process has ended, perhaps one that lost its parent and was inherited
+        SIGUSR1, SIGUSR2            passed on to the workers: batch systems send them before a time limit
         SIGINT, SIGTERM, SIGHUP     the first: stop the launch; a second: kill all workers at once
 
     SIGINT and SIGHUP stay ignored if they were ignored at the start: by nohup, or by a shell for background jobs.
@@ -194,11 +193,11 @@ class LaunchSignals:
 
     @property
     def stop_asked(self) -> bool:
-        """Return whether a signal has requested the end, since the last ``forget``."""
+        """Return whether SIGINT, SIGTERM or SIGHUP has arrived since the last ``forget``."""
         return self._asked_at is not None
 
     def forget(self) -> None:
-        """Treat the next signal as the first."""
+        """Treat the next signal that stops the launch as the first."""
         self._asked_at = None
 
     def _arrived(self, number: int) -> None:

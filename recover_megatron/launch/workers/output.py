@@ -1,10 +1,10 @@
-"""Output of the workers: shown with a prefix per line, kept unchanged in one log file per worker.
+"""Output of the workers: shown on the console with a prefix per line, and kept unchanged in one log file per worker.
 
 Bytes are never decoded.  A line is shown when it is complete; the available part of an incomplete line (a progress bar)
 is shown after ``PARTIAL_SECONDS``, and a very long line in pieces of ``LONGEST_LINE`` bytes, so that memory is bounded
 and lines of different workers are never mixed.  ``ConsoleFilter`` decides which lines are shown at all.  If the reader
-of the launcher's output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to the
-reader directly; if it does not read at all, lines are dropped on the console and kept in the logs (``Sink``).
+of the launcher's output is slow, the launcher stops reading the workers' pipes for a moment, so that the workers wait;
+if the reader reads nothing at all, lines are dropped on the console and kept in the logs (``Sink``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
 
 MOST_PENDING = 1024 * 1024
-"""Bytes that may wait for the reader before the workers are paused."""
+"""Bytes that may wait for the reader of the launcher's output; above this, the workers' pipes are not read."""
 PAUSE_SECONDS = 2.0
 _MOST_AT_ONCE = 64 * 1024
 
@@ -38,16 +38,16 @@ class Sink:
     A thread writes, so that no terminal (Ctrl-S), pipe (``| less``), or file on a hanging file system ever blocks the
     launcher.  The queue is bounded::
 
-        TAKING --more than MOST_PENDING waits--> FULL --half of it is written--> TAKING
-                                                  | PAUSE_SECONDS of it (the console asks)
+        TAKING --more than MOST_PENDING waits--> FULL --half of MOST_PENDING is left--> TAKING
+                                                  | after PAUSE_SECONDS (the console calls ``drop``)
                                                   v
-                                               DROPPING --half of it is written--> TAKING, reports how much was dropped
+                                               DROPPING --half is left--> TAKING, reports the number of dropped lines
 
-    While it is FULL, the workers' pipes are not read, so a slow reader loses nothing; but for at most PAUSE_SECONDS,
-    because a worker that blocks in ``print`` hangs.
+    While the sink is FULL, the workers' pipes are not read, so a slow reader loses nothing.  This lasts at most
+    PAUSE_SECONDS, because a worker that blocks in ``print`` hangs.
 
-    ``on_room`` is called, in another thread, when the excess, or everything, has been written; ``dropped_line`` returns
-    the line that reports how many lines were dropped.
+    ``on_room`` is called, in another thread, when the sink is no longer FULL or DROPPING, or is empty; ``dropped_line``
+    returns the line that reports how many lines were dropped.
     """
 
     def __init__(self, descriptor: int, on_room: Callable[[], None], dropped_line: Callable[[int], bytes]) -> None:
@@ -64,18 +64,18 @@ class Sink:
 
     @property
     def empty(self) -> bool:
-        """Return whether nothing is left to write."""
+        """Return whether nothing is left to write, or writing has failed."""
         with self._news:
             return self._broken or not self._pending
 
     @property
     def full(self) -> bool:
-        """Return whether the workers must be paused."""
+        """Return whether the workers' pipes must not be read now."""
         with self._news:
             return self._full and not self._dropping
 
     def put(self, data: bytes) -> None:
-        """Write ``data``, complete lines, as soon as possible, or drop it."""
+        """Queue ``data``, complete lines, to be written as soon as possible, or drop it if the state requires that."""
         with self._news:
             if self._broken or not data:
                 return
@@ -152,21 +152,21 @@ class Sink:
 
 
 class ConsoleFilter:
-    """Filter of a process's console lines: all, or only this package's while a newcomer builds its model.
+    """Filter of a worker's console lines: shows all lines, except Megatron's while a newcomer builds its model.
 
-    Megatron prints its flags and its model in hundreds of lines, as all workers did at the start.  They are in the
-    newcomer's log; the console shows its other output once it has a place.
+    Megatron prints its flags and its model in hundreds of lines, which the console has shown at the start already.
+    They are in the newcomer's log.  Once the newcomer has a place, the console shows all of its output.
     """
 
     OURS = b"recover: "
     PLACED = b" takes position "
-    """Part of the line with which a newcomer begins to train."""
+    """Part of the line that a newcomer prints when it gets a place."""
 
     def __init__(self, *, newcomer: bool) -> None:
         self._quiet = newcomer
 
     def is_shown(self, line: bytes) -> bool:
-        """Return whether to show the next line, of either stream."""
+        """Return whether to show ``line``, the next line of either stream."""
         ours = line.startswith(self.OURS)
         if ours and self.PLACED in line:
             self._quiet = False
@@ -175,7 +175,7 @@ class ConsoleFilter:
 
 PARTIAL_SECONDS = 0.5
 STALL_SECONDS = 5.0
-"""Time that the launcher waits, at its end, for a reader of its output that reads nothing."""
+"""Seconds that the launcher waits, before it exits, for a reader of its output that reads nothing."""
 LONGEST_LINE = 64 * 1024
 LONGEST_LAST = 300
 """Most bytes kept of a worker's last line."""
@@ -200,7 +200,7 @@ class LogFile(LogWriter):
         self._last: tuple[object, bool] = (None, True)
 
     def write(self, source: object, data: bytes) -> None:
-        """Append ``data`` of the stream ``source``, after completing an incomplete line of the other stream."""
+        """Append ``data`` of the stream ``source``; before it, end an incomplete line of the worker's other stream."""
         last_source, complete = self._last
         if not complete and last_source is not source:
             data = b"\n" + data
@@ -209,7 +209,7 @@ class LogFile(LogWriter):
         self.settle()
 
     def _open(self, path: Path) -> int:
-        """Open the log, after renaming an old one; runs in the writer's thread."""
+        """Open the log, after renaming the log of an earlier run; called in the writer's thread."""
         if self._first:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(path, path.with_name(path.name + ".old"))
@@ -223,7 +223,7 @@ def _missing(pieces: int) -> bytes:
 
 @dataclass(eq=False)
 class Stream:
-    """Output stream of one process: a pipe, read by the loop."""
+    """Output stream of one worker: a pipe that the event loop reads."""
 
     _console: Console
     pipe: int
@@ -237,7 +237,7 @@ class Stream:
     fatal: FatalError
     open: bool = True
     wanted: bool = False
-    """True if it may be read."""
+    """True if the stream may be read: ``Console.read`` was called for it."""
     _held: bytes = b""
     _last: bytes = b""
     _timer: Timer | None = None
@@ -248,7 +248,7 @@ class Stream:
 
     @property
     def last_line(self) -> str:
-        """Return the last non-empty line, or its beginning."""
+        """Return the last non-empty line, at most its first LONGEST_LAST bytes."""
         return self._last.decode(errors="replace").strip()
 
     def pause(self) -> None:
@@ -257,13 +257,13 @@ class Stream:
             self._watched = False
 
     def resume(self) -> None:
-        """Read whenever there is data, once ``wanted`` is set."""
+        """Read the pipe from now on whenever there is data, if ``wanted`` is set."""
         if self.open and self.wanted and not self._watched:
             self._console.loop.watch(self.pipe, self._read)
             self._watched = True
 
     def drain_and_close(self) -> None:
-        """Read the rest of the pipe, and close it, without waiting for a process that still holds the other end."""
+        """Read the data that is in the pipe, and close it, even if another process still holds its writing end."""
         drained = 0
         while self.open and drained < _MOST_DRAINED:
             count = self._read()
@@ -273,7 +273,7 @@ class Stream:
         self._close()
 
     def _read(self) -> int:
-        """Read once.  Return the number of bytes; 0: no data now, or the end."""
+        """Read the pipe once.  Return the number of bytes; 0: there is no data now, or the stream has ended."""
         try:
             data = os.read(self.pipe, _READ)
         except BlockingIOError:
@@ -305,7 +305,7 @@ class Stream:
             self._held = b""
 
     def _emit(self, data: bytes) -> None:
-        """Show ``data``, complete lines or a piece of a line, and log it."""
+        """Show and log ``data``, which is complete lines or a piece of a line."""
         lines = data.removesuffix(b"\n").split(b"\n")
         # Text that a progress bar overwrote by a carriage return is not shown; the log has it.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
@@ -333,12 +333,12 @@ class Stream:
 
 
 class Console:
-    """The launcher's two output streams, and all streams that are shown on them."""
+    """The launcher's stdout and stderr, and all workers' streams that are shown on them."""
 
     def __init__(
         self, loop: EventLoop, highest_id: int, log_dir: Path | None, form: str = "plain", node: str = ""
     ) -> None:
-        """Open the sinks.  ``form``: see ``LineFormat``; ``node``: name of this node, for ``LineFormat``."""
+        """Create the sinks.  ``form``: line format; ``node``: name of this node (both for ``LineFormat``)."""
         self.loop = loop
         self._form = form
         self._node = node
@@ -351,7 +351,7 @@ class Console:
 
     @property
     def flushed(self) -> bool:
-        """Return whether everything shown has reached the launcher's streams."""
+        """Return whether all output has been written to the launcher's stdout and stderr."""
         return self._out.empty and self._err.empty
 
     @property
@@ -372,11 +372,11 @@ class Console:
     def attach(
         self, label: str, colour: int, log: LogFile | None, on_fatal: Callback = bool, *, newcomer: bool = False
     ) -> tuple[list[Stream], int, int]:
-        """Create the two pipes of a process.  Return its streams, and the ends for its stdout and its stderr.
+        """Create the two pipes of a worker.  Return its streams, and the writing ends for its stdout and its stderr.
 
-        ``newcomer``: see ``ConsoleFilter``; only with a log, or its lines would be lost.  ``on_fatal``: called when
-        Python's faulthandler begins to report a fatal signal.  The caller closes these two ends once the process has
-        them, and calls ``read`` when its output may be shown.
+        ``newcomer``: see ``ConsoleFilter``; ignored without a log, because the lines would be lost.  ``on_fatal``:
+        called when Python's faulthandler begins to report a fatal signal.  The caller closes the two writing ends once
+        the worker has them, and calls ``read`` when the output may be shown.
         """
         streams, ends, voice = [], [], ConsoleFilter(newcomer=newcomer and log is not None)
         lines = LineFormat(self._form, self._node, label)
@@ -395,7 +395,7 @@ class Console:
                 stream.resume()
 
     def check_pressure(self) -> None:
-        """Stop reading the workers' pipes while the launcher's reader is too slow, for PAUSE_SECONDS at most."""
+        """Pause or resume the workers' streams: they are paused while a sink is full, for PAUSE_SECONDS at most."""
         full = self._out.full or self._err.full
         if full and self._paused is None:
             self._paused = self.loop.call_later(PAUSE_SECONDS, self._stop_waiting)
@@ -428,9 +428,9 @@ class Console:
 
 
 def flush(loop: EventLoop, console: Console, given_up: Callable[[], bool], *, patient: bool) -> None:
-    """Wait until the reader has taken all output, or takes nothing for STALL_SECONDS; not ``patient``: at most so long.
+    """Wait until all output is written, or no more was written for STALL_SECONDS; stop early if ``given_up`` is true.
 
-    ``given_up`` ends the wait early.
+    ``patient``: False: wait at most STALL_SECONDS in total.
     """
     stalled = False
 

@@ -1,14 +1,14 @@
 """Start processes that die with the launcher; find and kill their descendants; execute the launcher again.
 
-A process belongs to a launch if any of these holds:
+A process belongs to a launch if any of these conditions is true:
 
-- its initial environment (/proc/PID/environ) contains the launch id: every descendant inherits it, even after setsid or
-  the loss of its parent;
-- it is in the session of a worker: each worker leads a separate session;
-- its parent belongs to the launch, or it is in the session of a process that does.
+- its initial environment (/proc/PID/environ) contains the launch id, which every descendant inherits, even if it calls
+  setsid or loses its parent;
+- it is in the session of a worker (each worker leads a separate session);
+- its parent belongs to the launch, or it is in a session whose leader belongs to the launch.
 
-So a process escapes only if it cleared its environment, left the session *and* lost its parent.  While the launcher
-is live, not even such a process escapes: the launcher is the subreaper of its descendants, which become its children.
+So a process escapes only if it cleared its environment, left the session *and* lost its parent.  While the launcher is
+live, not even such a process escapes: the launcher is a subreaper, so descendants without a parent become its children.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
 
 DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
 """Signals that helper processes of the launch block: SLURM sends a signal to *every* process of a step, but workers
-that were asked to exit still need the helpers, which end with the launcher."""
+still need the helpers until they have exited; the launcher terminates the helpers."""
 
 
 class Process(NamedTuple):
-    """Line of the process table.  ``start`` (clock ticks since boot) distinguishes two users of one pid."""
+    """Entry of the process table; ``start``, in clock ticks since boot, distinguishes processes that reuse a pid."""
 
     pid: int
     state: str
@@ -53,7 +53,7 @@ class Process(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Return whether it can still run: a zombie only waits for its parent."""
+        """Return whether the process can still run; a zombie cannot: it only waits to be reaped."""
         return self.state not in "ZX"
 
 
@@ -68,9 +68,9 @@ def spawn(
 ) -> tuple[int, int]:
     """Start ``command`` in a new session; the kernel kills it when the calling thread ends.
 
-    Call it from the main thread (the parent-death signal follows the thread).  stdin is /dev/null; of the caller's
-    other descriptors only ``inherit`` is passed on.  ``deaf``: it starts with ``DEAF_TO`` blocked.  Returns the pid and
-    a pidfd.  Raises OSError, with no process left, if it cannot be started or watched.
+    Call it from the main thread: the parent-death signal follows the thread.  stdin is /dev/null; of the caller's other
+    descriptors, the process inherits only ``inherit``.  ``deaf``: it starts with ``DEAF_TO`` blocked.  Returns the pid
+    and a pidfd.  Raises OSError, and leaves no process, if the process cannot be started or watched.
     """
     for descriptor in inherit:
         os.set_inheritable(descriptor, True)
@@ -93,13 +93,13 @@ def spawn(
 
 
 def spawn_leader(command: list[str], environment: Mapping[str, str], **options: Any) -> int:
-    """Start ``command``, an interpreter, as the leader of a new session.  Return its pid; raises OSError.
+    """Start ``command``, a Python program, as the leader of a new session.  Return its pid; raises OSError.
 
-    ``options``: of posix_spawn.  If Python cannot request a session, the started program must call ``lead_session``.
+    ``options``: of posix_spawn.  The program must call ``lead_session``: this Python may be unable to set a session.
     """
     try:
         return os.posix_spawn(command[0], command, environment, setsid=True, **options)
-    except NotImplementedError:  # it was built with a glibc before 2.26
+    except NotImplementedError:  # this Python was built with a glibc before 2.26
         return os.posix_spawn(command[0], command, environment, **options)
 
 
@@ -110,13 +110,13 @@ def lead_session() -> None:
 
 
 _own_children: set[int] = set()
-"""Pids of children started here, each reaped when its end is handled; all other children are inherited."""
+"""Pids of started children, neither reaped nor forgotten yet; ``Subreaper`` reaps all other children."""
 
 
 def open_pidfd(pid: int) -> int:
     """Open a pidfd of a child that was just started; on failure, kill the child and raise OSError.
 
-    If the kernel has no pidfds, return the reading end of a pipe, which a thread closes when the child has ended.
+    If the kernel has no pidfds, return the reading end of a pipe, whose writing end a thread closes at the child's end.
     """
     _own_children.add(pid)
     try:
@@ -131,7 +131,7 @@ def _wait_in_thread(pid: int) -> int:
     ends, writing_end = os.pipe()
 
     def wait() -> None:
-        with contextlib.suppress(ChildProcessError):  # it was forgotten, and reaped with the inherited children
+        with contextlib.suppress(ChildProcessError):  # ``forget`` was called, and the Subreaper has reaped it
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         os.close(writing_end)
 
@@ -145,21 +145,21 @@ def _wait_in_thread(pid: int) -> int:
 
 
 def reap(pid: int) -> int:
-    """Wait for the end of a child that was started here; return its exit code, or minus the signal that killed it."""
+    """Wait for the end of a child of ``open_pidfd``; return its exit code, or minus the signal that killed it."""
     _, status = os.waitpid(pid, 0)
     _own_children.discard(pid)
     return os.waitstatus_to_exitcode(status)
 
 
 class Child:
-    """Child process of this launcher, watched by its loop."""
+    """Child process of this launcher, whose end the event loop watches."""
 
     def __init__(
         self, loop: EventLoop, started: tuple[int, int], on_end: Callable[[int], None], *, with_group: bool = False
     ) -> None:
         """Watch the child.  ``started``: pid and pidfd; ``on_end`` receives the exit code, or minus the signal.
 
-        ``with_group``: the rest of its process group is killed before it is reaped.
+        ``with_group``: the rest of the child's process group is killed before the child is reaped.
         """
         self.pid, self._pidfd = started
         self._loop = loop
@@ -167,7 +167,7 @@ class Child:
         loop.watch(self._pidfd, lambda: on_end(self.reap()))
 
     def reap(self) -> int:
-        """Wait until it has ended; return its exit code, or minus the signal, without calling ``on_end``."""
+        """Wait until the child has ended; return its exit code, or minus the signal, without calling ``on_end``."""
         if self._with_group:
             kill_group(self.pid)
         status = reap(self.pid)
@@ -175,7 +175,7 @@ class Child:
         return status
 
     def forget(self) -> None:
-        """Stop watching it; its end does not matter any more."""
+        """Stop watching the child, whose end does not matter any more."""
         _own_children.discard(self.pid)
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
@@ -184,20 +184,20 @@ class Child:
         os.kill(self.pid, number)  # not reaped yet: no other process can have its pid
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has ended, at most ``seconds``."""
+        """Wait until the child has ended, at most ``seconds``."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.poll(1000 * seconds)
 
 
 def program(module: str, *options: str) -> list[str]:
-    """Return a command that runs a module's ``main`` in any folder and environment; ``options``: of the interpreter."""
+    """Return a command that runs ``main`` of ``module`` in any folder and environment; ``options``: of Python."""
     boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
     return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[3])]
 
 
 def become_subreaper() -> None:
-    """Make descendants that lose their parent children of this process instead of init's.  Raises OSError."""
+    """Make this process, in place of init, the new parent of descendants that lose their parent.  Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -218,7 +218,7 @@ def _read_process(pid: int) -> Process | None:
             # The name, in parentheses, may contain anything, also spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return None  # it ended meanwhile
+        return None  # the process has ended meanwhile
     if len(fields) < 20:
         return None
     return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
@@ -237,9 +237,9 @@ def carries(pid: int, variables: Mapping[str, str]) -> bool:
 def belonging(
     table: Mapping[int, Process], seeds: Iterable[int], sessions: Iterable[int], spared: Iterable[int]
 ) -> set[int]:
-    """Return the closure of the module docstring: pids of ``table`` that belong to ``seeds`` or ``sessions``.
+    """Return the pids of all processes of ``table`` that belong to ``seeds`` or ``sessions``: see the module docstring.
 
-    ``spared`` are never included, nor processes that belong only through them.
+    The result never includes ``spared``, nor processes that belong only through a spared process.
     """
     spared = set(spared)
     sessions = set(sessions)
@@ -261,7 +261,10 @@ def find_launch(
     subreaper: int | None = None,
     worker_id: int | None = None,
 ) -> list[Process]:
-    """Return the live processes of a launch, or of one worker; all children of ``subreaper``, the launcher, belong."""
+    """Return the live processes of a launch, or of ``worker_id`` only.
+
+    ``subreaper``: pid of the launcher if all of its children belong to the launch.
+    """
     table, variables = process_table(), {LAUNCH_ID_VARIABLE: launch_id}
     if worker_id is not None:
         variables[WORKER_ID_VARIABLE] = str(worker_id)
@@ -270,13 +273,13 @@ def find_launch(
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL the process group of ``leader``, which must not have been reaped, or the pid may name another group."""
+    """SIGKILL the process group of ``leader``, which must not be reaped yet: its pid could name another group then."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def tracks_resources(pid: int) -> bool:
-    """Return whether ``pid`` is Python's resource tracker, which cleans up /dev/shm after its users have ended."""
+    """Return whether ``pid`` is a resource tracker of Python, which cleans up /dev/shm after its users have ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
@@ -285,10 +288,10 @@ def tracks_resources(pid: int) -> bool:
 
 
 def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> set[Process]:
-    """SIGKILL the processes that ``find`` returns, until it returns no new ones.  Return the signalled processes.
+    """SIGKILL the processes that ``find`` returns, until it returns no new process.  Return the signalled processes.
 
-    Killed processes may take a moment to disappear; processes that fork meanwhile are found in the next round.
-    ``trackers``: also kill resource trackers, which otherwise finish their work.
+    Killed processes may take a moment to disappear; processes that were forked meanwhile are found in the next round.
+    ``trackers``: True: also kill resource trackers; False: let them finish their work.
     """
     signalled: set[Process] = set()
     for _ in range(_MOST_ROUNDS):
@@ -303,10 +306,10 @@ def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> 
 
 
 def kill_until_none_left(find: Callable[[], list[Process]], timeout: float) -> list[Process]:
-    """SIGKILL the processes that ``find`` returns and wait until none is left.  Return the rest after ``timeout`` s.
+    """SIGKILL the processes that ``find`` returns and wait until none is left, at most ``timeout`` seconds.
 
-    A process in the middle of exec has no environment for a moment, so ``find`` must return nothing twice.  Resource
-    trackers have TRACKER_SECONDS to exit.
+    Returns the processes that are left.  ``find`` must return nothing twice, because a process in the middle of exec
+    has no environment for a moment.  Resource trackers have TRACKER_SECONDS to exit.
     """
     began = time.monotonic()
     deadline = began + timeout
@@ -367,14 +370,14 @@ TRACKER_SECONDS = 5.0
 
 
 class Subreaper:
-    """Makes orphaned descendants the launcher's children, reaps them, and kills them at the end.
+    """Makes descendants that lose their parent children of the launcher, reaps them, and kills them at the end.
 
     Create it before any process is started.  Raises OSError if the kernel refuses.
     """
 
     def __init__(self) -> None:
-        # Earlier children (of a shell that became recover-run by exec) do not belong to the launch; if there are any,
-        # an inherited orphan may be their descendant.
+        # If a shell became recover-run by exec, this process may have earlier children, which do not belong to the
+        # launch.  Then an inherited child may be a descendant of an earlier child.
         self._owns_all_children = all(process.parent != os.getpid() for process in process_table().values())
         become_subreaper()
         self.due = False
@@ -391,9 +394,9 @@ class Subreaper:
             if ended is None:
                 return
             if ended.si_pid in _own_children:
-                self.due = True  # it hides other zombies; look again after its event, when it is reaped
+                self.due = True  # it hides other zombies; check again when its own event has reaped it
                 return
-            # A library may start processes in another thread (torch's import does), and reap them first.
+            # A library may start processes in another thread (as torch's import does), and may reap them before this.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(ended.si_pid, 0)
 
@@ -404,19 +407,19 @@ class Subreaper:
 
 
 START_AGAIN = -1
-"""Stands for an exit code: all launchers start again."""
+"""Value in place of an exit code: all launchers start again."""
 AGAIN_SECONDS = 30.0
-"""Longest wait of the launchers for each other after a new start: all of them have just been live."""
+"""Most seconds that launchers wait for each other after a new start; all of them were live a moment before."""
 
 
 def take_attempt() -> int:
-    """Return the number of earlier attempts to start; removes the variable, so that no other process inherits it."""
+    """Return the number of earlier attempts to start; remove its variable, so that no other process inherits it."""
     text = os.environ.pop(ATTEMPT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
 
 
 def take_left_out() -> tuple[int, ...]:
-    """Return the nodes that this start leaves out; removes the variable, as ``take_attempt`` does."""
+    """Return the nodes that this start leaves out; remove their variable, as ``take_attempt`` does."""
     return tuple(int(word) for word in os.environ.pop(WITHOUT_VARIABLE, "").split(",") if word.isdecimal())
 
 
@@ -436,7 +439,7 @@ def start_again(attempt: int) -> None:
     All launchers call it after they have stopped all of their workers (``StartUp``).  The store, the coordinators and
     the run id are new, so no message of one attempt can be mistaken for one of the next.
 
-    ``attempt``: number of attempts so far.  Raises OSError; else never returns.
+    ``attempt``: number of attempts so far.  Returns never; raises OSError if the command cannot be executed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,22 +1,22 @@
-"""Reaper: a small process that kills every process of the launch when the launcher is gone.
+"""Reaper: a small process that kills every process of the launch when the launcher has ended.
 
-It holds one end of a connection; only the launcher holds the other end.  However the launcher ends, even by SIGKILL,
-the kernel closes that end::
+The reaper holds one end of a connection; only the launcher holds the other end.  In whatever way the launcher ends,
+even by SIGKILL, the kernel closes the launcher's end::
 
-    WATCHING --end of file--> KILLING --none left--> exit
-       `--"+PID" (with the pipes of its output), "-PID": a worker's session began, ended
+    WATCHING --end of file--> KILLING --no process is left--> exit
+       `--message "+PID", with the pipes of a worker's output: the worker's session began; "-PID": it ended
 
 The reaper runs in a separate session, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and blocks
 the signals that request termination from its first moment.  The launcher replaces a killed reaper.  When a worker has
-ended, and at the end of the launch, it removes the socket folders that multiprocessing has left.
+ended, and at the end of the launch, the reaper removes the socket folders that multiprocessing has left.
 
-It is also the launcher's stand-in (``StandIn``), so that no worker blocks in ``print`` while the launcher is stopped
-(Ctrl-Z, a debugger) or blocked in the kernel: a pipe takes 64 KiB, and a process that writes more waits for a reader.
-The reaper also holds the reading ends, and reports afterwards how many lines it has dropped: "PID LINES"::
+The reaper also reads the workers' output in place of a launcher that is stopped (Ctrl-Z, a debugger) or blocked in the
+kernel (``StandIn``): a pipe takes 64 KiB, and a worker that prints more would block.  For that, the reaper also holds
+the reading ends of the pipes.  Afterwards it reports how many lines it has dropped: "PID LINES"::
 
-    the launcher beats --no new beat in MISSED looks--> a pipe is read down to a quarter, and the lines dropped
-        ^                                                              |
-        '------------------- a beat: how many lines were dropped ------'
+    the launcher beats --no new beat in MISSED checks--> pipes are read until three quarters are free, lines dropped
+        ^                                                                   |
+        '------------- a new beat: the number of dropped lines is reported -'
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from recover_megatron.network.system import memory_file, remove_sockets
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
 MISSED = 6
-"""Number of looks, not seconds: the reaper may also have been stopped."""
+"""Number of checks without a new beat after which the launcher counts as stopped.  It counts checks, not seconds,
+because the reaper may have been stopped, too."""
 RELIEF_SECONDS = 0.05
 _AT_ONCE = 4096
 
 
 def beat(pulse: int) -> None:
-    """Record that the launcher runs now; ``pulse``: a memory file, because a pipe would fill up with unread beats."""
+    """Record that the launcher runs now, in the memory file ``pulse``; a pipe would fill up with unread beats."""
     os.pwrite(pulse, struct.pack("d", time.monotonic()), 0)
 
 
 class StandIn:
-    """Reader of the workers' output, in the reaper, while the launcher does not run.  ``pulse``: see ``beat``."""
+    """Part of the reaper that reads the workers' output while the launcher does not run.  ``pulse``: see ``beat``."""
 
     def __init__(self, pulse: int) -> None:
         self._pulse = pulse
@@ -69,12 +70,12 @@ class StandIn:
 
     @property
     def sessions(self) -> set[int]:
-        """Return the sessions, one for each worker."""
+        """Return the sessions of the workers that have not been removed; a session is the pid of its worker."""
         return set(self._pipes)
 
     @property
     def pause(self) -> float:
-        """Return the seconds until the next look."""
+        """Return the seconds until the next call of ``look``."""
         return RELIEF_SECONDS if self._missed >= MISSED else LOOK_SECONDS
 
     def add(self, session: int, pipes: Sequence[int]) -> None:
@@ -86,7 +87,10 @@ class StandIn:
             os.close(pipe)
 
     def look(self) -> Iterator[tuple[int, int]]:
-        """Read in place of a launcher that does not run; once it runs again, yield the sessions and dropped lines."""
+        """Check for a new beat; if the launcher does not run, read its pipes and drop the lines.
+
+        Once it runs again, yield each session with dropped lines, and their number.
+        """
         beat = os.pread(self._pulse, 8, 0)
         self._missed, self._beat = self._missed + 1 if beat == self._beat else 0, beat
         if self._missed >= MISSED:
@@ -105,7 +109,7 @@ def _relieve(pipe: int) -> int:
         try:
             lines += os.read(pipe, _AT_ONCE).count(b"\n")
         except BlockingIOError:
-            break  # the launcher has read it just now
+            break  # the launcher has read the data just now
     return lines
 
 
@@ -113,35 +117,35 @@ AGAIN_SECONDS = 1.0
 
 
 class Reaper:
-    """Launcher's side: keeps one reaper running."""
+    """Launcher's side of the connection; keeps one reaper process running."""
 
     def __init__(self, loop: EventLoop, launch_id: str, say: Callable[[str], None]) -> None:
-        """Start a reaper; ``say`` reports a reaper that was killed."""
+        """Start a reaper; ``say`` logs that a reaper was killed."""
         self._loop = loop
         self._launch_id = launch_id
         self._say = say
         self._sessions: dict[int, list[int]] = {}
         self._pulse = memory_file("recover-pulse")
         self.dropped: Callable[[int, int], None] = lambda session, lines: None
-        """Callback, when the launcher runs again: session of a worker, number of its lines that are missing."""
+        """Callback for dropped lines, called when the launcher runs again; arguments: session, number of lines."""
         self.pid = 0
         self._start()
         self._beat()
 
     @property
     def spared(self) -> tuple[int, int]:
-        """Return the pids of the launcher and its reaper, which no search for the launch's processes may kill."""
+        """Return the pids of the launcher and its reaper, which must not be killed with the launch's processes."""
         return os.getpid(), self.pid
 
     def add_session(self, session: int, pipes: Sequence[int]) -> None:
         """Register the ``session`` of a worker; ``pipes``: the reading ends of its output."""
-        with contextlib.suppress(OSError):  # no descriptor is left: then the stand-in cannot read them
+        with contextlib.suppress(OSError):  # no descriptor is free: the reaper will not read these pipes
             self._sessions[session] = []
             self._sessions[session] = [os.dup(pipe) for pipe in pipes]
         self._send(f"+{session}", self._sessions[session])
 
     def remove_session(self, session: int) -> None:
-        """Remove ``session``, which is empty: its number may soon be reused."""
+        """Remove ``session``, which has no process any more, so that its number may be reused."""
         for pipe in self._sessions.pop(session, ()):
             os.close(pipe)
         self._send(f"-{session}")
@@ -153,9 +157,9 @@ class Reaper:
             self._process.reap()
 
     def _start(self) -> None:
-        """Start a reaper and send it all sessions.  Raises OSError."""
+        """Start a reaper and send it all sessions.  Raises OSError if it cannot be started."""
         self._channel, reaper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # No variable of the launch: the reaper must not find itself.  Some Pythons need LD_LIBRARY_PATH.
+        # Without the launch's variables, or the reaper would kill itself.  Some Pythons need LD_LIBRARY_PATH.
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         environment = {"PATH": os.defpath, **kept}
         try:
@@ -183,10 +187,10 @@ class Reaper:
             self._send(f"+{session}", pipes)
 
     def _send(self, message: str, pipes: Sequence[int] = ()) -> None:
-        """Send ``message`` to the reaper, ignoring errors.
+        """Send ``message`` and ``pipes`` to the reaper; ignore errors.
 
-        If it was killed, its pidfd shows that soon, and its successor receives everything.  Otherwise it also finds the
-        workers by their environment.
+        If the reaper was killed, its pidfd soon shows that, and the next reaper receives all sessions.  If the message
+        is lost otherwise, the reaper still finds the workers by their environment.
         """
         with contextlib.suppress(OSError):
             socket.send_fds(self._channel, [message.encode()], pipes)
@@ -199,7 +203,7 @@ class Reaper:
         if message:
             self.dropped(*map(int, message.split()))
         else:
-            self._loop.unwatch(self._channel.fileno())  # its pidfd will report the death in a moment
+            self._loop.unwatch(self._channel.fileno())  # the reaper's pidfd will report its death in a moment
 
     def _hang_up(self) -> None:
         with contextlib.suppress(KeyError, ValueError):  # the reaper was lost before, or does not exist
@@ -229,7 +233,7 @@ class Reaper:
 def main() -> None:
     launcher = os.getppid()
     lead_session()
-    # A shell or a terminal must not wait for the reaper: after the launcher, it holds none of their descriptors.
+    # The reaper may live longer than the launcher: a shell or a terminal must not wait for it to close their stderr.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.chdir("/")
     launch_id, sessions = _watch()
@@ -241,7 +245,7 @@ def main() -> None:
 
 
 def _watch() -> tuple[str, set[int]]:
-    """Read the launcher's messages until it is gone; return the launch id and the sessions."""
+    """Read the launcher's messages until the launcher has ended; return the launch id and the sessions."""
     launch_id, stand_in = "", StandIn(pulse=1)
     channel = socket.socket(fileno=0)
     while True:
@@ -252,7 +256,7 @@ def _watch() -> tuple[str, set[int]]:
                 continue
             message, pipes, _, _ = socket.recv_fds(channel, 4096, 2)
         except ConnectionError:
-            continue  # it is gone and left our messages unread; its earlier messages can still be read
+            continue  # the launcher ended without reading our messages; its earlier messages can still be read
         if not message:
             return launch_id, stand_in.sessions
         if not launch_id:

@@ -1,4 +1,4 @@
-"""States of a worker and of a launch, the record of a worker, and the exit code that follows from the workers' ends.
+"""States of a worker and of a launch, the record of a worker, and the exit code that results from the workers' ends.
 
 A worker::
 
@@ -13,7 +13,7 @@ The launch::
         |                            |                              |
         `------ signal, store lost before the start, refused -------`--> STOPPING --all ended or killed--> ENDED
 
-WAITING: node 0 keeps the store up for the other nodes, another node delivers its report to node 0.
+While WAITING, node 0 keeps the store up for the other nodes, and another node delivers its report to node 0.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ REFUSED = 2
 LEFT_OUT = 14
 """Exit code: the run continues without this node, whose launcher was started again; no worker was started here."""
 RUN_VERDICTS = (10, 11, 12)
-"""Exit codes: not enough live workers for one replica; lost the majority; state lost."""
+"""Exit codes of a run: 10: too few live workers for one replica; 11: the majority was lost; 12: the state was lost."""
 NO_FAULT = (*RUN_VERDICTS, EXIT_FENCED)
-"""Exit codes of workers that have no fault themselves."""
+"""Exit codes (10 to 13) of workers that ended because of the run or of other workers, not of an error of their own."""
 
 
 class ExitOutcome(NamedTuple):
-    """End of one worker: exactly one of ``exit_code`` and ``signal`` is set; ``ended`` orders the ends."""
+    """End of one worker: exactly one of ``exit_code`` and ``signal`` is set; ``ended``: seconds since the epoch."""
 
     worker_id: int
     exit_code: int | None
@@ -50,7 +50,7 @@ class ExitOutcome(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Return the exit code as a shell reports it: 128 + the signal if killed by one."""
+        """Return the exit code as a shell reports it: 128 + S for a worker that signal S has killed."""
         return 128 + self.signal if self.signal is not None else self.exit_code or 0
 
 
@@ -67,7 +67,7 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
     else                                                 10: workers are missing; another attempt may succeed
     ===================================================  ==========================================================
 
-    A worker that lost the connection to another one exits with 10; 11 to 13 are no errors of the training either.
+    A worker that lost the connection to another worker exits with 10; 11 to 13 are no errors of the training either.
     """
     if not fault_tolerant:
         return run_exit_code(outcomes, fault_tolerant)
@@ -76,9 +76,9 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
 
 
 def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) -> int:
-    """Return the exit code of a launcher whose run finished; ``outcomes``: of its workers that left in order.
+    """Return the exit code of a launcher whose run finished; ``outcomes``: of its workers that left the run in order.
 
-    ``only_node``: no other launcher has workers that may have finished.  The first row that fits decides:
+    ``only_node``: True if no other launcher has workers of the run.  The first row that fits decides:
 
     ===================================================  ==========================================================
     after the training                                   exit code
@@ -99,8 +99,8 @@ def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) 
 def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     """Return the exit code of a run that was not stopped by a signal (after signal S it is 128 + S).
 
-    This is for runs without a coordinator.  Else the coordinator decides (``ControlPlane.verdict``): with the code of a
-    worker that gave up, or, if the run was finished, with ``exit_code_after``.
+    It decides if no coordinator does.  A coordinator's decision (``ControlPlane.verdict``) has priority; if that is
+    that the run was finished, ``exit_code_after`` decides.
 
     The first row that fits decides:
 
@@ -109,7 +109,7 @@ def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     ===================================================  ==========================================================
     any exited with 10, 11 or 12                         that code (the earliest such)
     all finished with 0 (or there were none)             0
-    some did not, fault_tolerant is false                of the earliest that did not; 128 + S if killed by S
+    some failed, fault_tolerant is false                 of the earliest that failed; 128 + S if killed by S
     some finished with 0, fault_tolerant                 0: the survivors finished the run
     none finished with 0, fault_tolerant                 the most frequent; of equally frequent ones the earliest
     ===================================================  ==========================================================
@@ -153,10 +153,10 @@ LIVE = (WorkerState.STARTING, WorkerState.RUNNING)
 
 @dataclass
 class WorkerProcess:
-    """Launcher's record of one worker; the fields, in this order, are the objects of workers.json.
+    """Launcher's record of one worker; an object of workers.json has these fields, in this order.
 
-    Times are seconds since the epoch (UTC).  ``exit_code`` and ``signal`` are None while the worker is live; one
-    of them stays None afterwards.
+    Times are seconds since the epoch (UTC).  ``exit_code`` and ``signal`` are None while the worker is live; when it
+    has ended, exactly one of them is set.
     """
 
     worker_id: WorkerId
@@ -171,13 +171,13 @@ class WorkerProcess:
     ended: float | None = None
     log: str | None = None
     rank: int | None = None
-    """Rank at launch, or rank of the worker that it replaces; None: a spare, or a worker that joined."""
+    """Rank at launch; of a replacement, the rank of the worker that it replaces; None: a spare or a joined worker."""
     replaces: int | None = None
-    """Worker that it replaces."""
+    """Id of the worker that this worker replaces; None: it is no replacement."""
     note: str = ""
-    """Status text of the worker: why it has no place in the training although it runs."""
+    """Text for the user: why the worker has no place in the training, was not started, or was killed; may be empty."""
     kernel: str = ""
-    """Cause of its end that the kernel reported, if known: "out of memory", "Xid 79 of GPU 0000:c1:00"."""
+    """Cause of the worker's end by the kernel's report: "out of memory", "Xid 79 of GPU 0000:c1:00"; empty: unknown."""
 
     @property
     def live(self) -> bool:
@@ -185,23 +185,23 @@ class WorkerProcess:
 
     @property
     def outcome(self) -> ExitOutcome:
-        """Return its end, for the exit code of the run."""
+        """Return the worker's end, from which the exit code of the run is derived."""
         return ExitOutcome(self.worker_id, self.exit_code, self.signal, self.ended or 0.0)
 
     @property
     def how(self) -> str:
-        """Return its end, for the coordinator: "SIGKILL", "exit code 1", "SIGKILL, out of memory"."""
+        """Return the worker's end, for the coordinator: "SIGKILL", "exit code 1", "SIGKILL, out of memory"."""
         how = signal_name(self.signal) if self.signal is not None else f"exit code {self.exit_code}"
         return f"{how}, {self.kernel}" if self.kernel else how
 
     @property
     def end_in_words(self) -> str:
-        """Return "exit code 3", "SIGKILL (signal 9)", "SIGKILL (signal 9), according to the kernel out of memory,"."""
+        """Return the end for messages: "exit code 3", "SIGKILL (signal 9), according to the kernel out of memory,"."""
         end = describe_end(self.exit_code, self.signal)
         return f"{end}, according to the kernel {self.kernel}," if self.kernel else end
 
     def end(self, status: int, now: float) -> None:
-        """Record its end: ``status`` is the exit code, or the negative number of the signal that killed it."""
+        """Record the worker's end: ``status`` is the exit code, or minus the signal that killed the worker."""
         self.ended = now
         if status < 0:
             self.state, self.signal = WorkerState.KILLED, -status
@@ -218,12 +218,12 @@ def describe_end(exit_code: int | None, signal_number: int | None) -> str:
 
 
 def has_ended(status: int) -> str:
-    """Return the end of a process as a predicate; ``status``: the exit code, or minus the signal that killed it."""
+    """Return the end of a process as a predicate: "was killed by SIGKILL"; ``status``: exit code or minus signal."""
     return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
 
 
 def signal_name(number: int) -> str:
-    """Return "SIGKILL", or "signal 40" for a signal without a name, as most real-time signals."""
+    """Return the name of a signal, "SIGKILL", or "signal 40" for a signal without a name (most real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,5 @@
-"""Workers started during the run: when, with which ids, after which test; and newcomers that are too late.
+"""Start of workers during the run: when, with which ids, and after which test; and the end of newcomers that are too
+late.
 
 ::
 
@@ -6,22 +7,23 @@
                      '---> STARTING, in the table --start()--> its device is tested --passed--> RUNNING
                                                     |  |              '--failed--> left out: KILLED, with a note
                                                     |  '--(host device: no test)--> RUNNING
-                                                    '--earlier ones have failed alike--> it waits, then the same
-                                                                                      '--the run ends--> KILLED
+                                                    '--earlier ones failed in the same way--> pause, then as above
+                                                                                                '--run ends--> KILLED
 
-The ids::
+The ids of W launched workers and S spares::
 
     launch         0 .. W-1                   the ranks
     spares         W .. W+S-1                 started at the launch by the last node (--recover-spares S)
-    replacements   W+S + k*nodes + node       the k-th of a node, k = 0, 1, ..; at most --max-restarts
-    joined         JOINED_FROM and above      a random block for each launcher with --join
+    replacements   W+S + k*nodes + node       the k-th replacement of a node, k = 0, 1, ..; at most --max-restarts
+    joined         JOINED_FROM and above      a random block of ids for each launcher with --join
 
-No id is used twice, so that no process is ever mistaken for a dead one.  All but the first are newcomers to the
-coordinator, which admits them during the run, when they are ready.
+No id is used twice, so that a process is never mistaken for a dead worker.  For the coordinator, all workers except
+those of the launch are newcomers, which it admits during the run when they are ready.
 
-Replacements that fail one after the other with the same message (a folder that cannot be written), or that the same
-signal kills before they have a place in the training (out of memory), would use up --max-restarts within a minute.  So
-from the second failure on, each replacement waits twice as long as before, and the last is reserved for another cause.
+If replacements fail one after the other with the same message (a folder that cannot be written), or are killed by the
+same signal before they have a place in the training (out of memory), they would use up --max-restarts within a minute.
+So from the second such failure on, each replacement waits twice as long as before, and the last replacement is reserved
+for another cause.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
-"""Wait of the next replacement after two in a row have failed alike, and its upper bound."""
+"""Seconds that a replacement waits after two consecutive replacements have failed in the same way; and the most seconds
+that any replacement waits."""
 JOIN_SECONDS = 60.0
 
 
@@ -60,7 +63,10 @@ def launched(plan: LaunchPlan) -> list[WorkerProcess]:
 
 
 def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) -> list[WorkerProcess]:
-    """Return the workers of a launcher that joins a run; ``draw(n)``: a random number below n."""
+    """Return the workers of a launcher that joins a run.
+
+    ``taken``: ids that are in use; ``draw(n)`` returns a random number below n.
+    """
     count = plan.nproc_per_node + plan.max_restarts
     while True:
         first = JOINED_FROM + draw(MAX_WORKERS - JOINED_FROM - count)
@@ -69,31 +75,31 @@ def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) 
 
 
 class Replacements:
-    """Decides about the replacement of a worker that has ended."""
+    """Decides whether a worker that has ended is replaced, and with which id."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         self._started = 0
         self._words = ""
         self.alike = 0
-        """Number of consecutive replacements that have failed with the same message."""
+        """Number of the latest consecutive replacements that have failed with the same message."""
         self.wait = 0.0
-        """Seconds before the last replacement that ``of`` returned is started."""
+        """Seconds to wait before the start of the replacement that ``of`` returned last."""
         self.kept = False
-        """True if one more replacement is left, but reserved for another cause than the last one."""
+        """True if the last call of ``of`` returned None because the last replacement is reserved for another cause."""
         self.evict: set[int] = set()
         """Workers that the coordinator has evicted from the run."""
 
     def of(
         self, worker: WorkerProcess, first_joined: int, words: str = "", *, had_place: bool = True
     ) -> WorkerProcess | None:
-        """Return the replacement of ``worker``, which has ended during the run; None if there is none.
+        """Return the replacement of ``worker``, which has ended during the run; None if it is not replaced.
 
-        ``words``: the last line of ``worker``, or how it was killed; ``had_place``: it has been in a plan.
-        ``first_joined``: the lowest id of a launcher that joins.
+        ``first_joined``: if this launcher joined the run, its lowest worker id; ``words``: last line of ``worker``, or
+        how it was killed; ``had_place``: True if ``worker`` has been in a plan.
 
-        A worker that finished, was refused, or ended by a decision about the run or about itself, would end the same
-        way again; the replacement of a worker that was evicted for a hang is left to the operator.
+        A worker is not replaced if it finished, was refused, or exited because of the run's end: the replacement would
+        end in the same way.  An evicted worker is not replaced either: the operator should check its host first.
         """
         plan = self._plan
         self.kept, repeated = False, False
@@ -127,7 +133,7 @@ def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None)
 
 @dataclass(eq=False)
 class Successors:
-    """Starts replacements after their devices have passed the test."""
+    """Starts the replacement workers of this launcher, after their devices have passed the test."""
 
     _plan: LaunchPlan
     _loop: EventLoop
@@ -136,7 +142,7 @@ class Successors:
     _launch: Callable[[WorkerProcess], None]
     """Callback that starts the process of a worker; raises OSError."""
     _left_out: Callable[[], None]
-    """Callback after a worker was not started."""
+    """Callback after a replacement was given up without a start."""
 
     def __post_init__(self) -> None:
         self._replacements = Replacements(self._plan)
@@ -145,18 +151,21 @@ class Successors:
         self._tests = DeviceTests(self._loop, self._plan.device_test, self._plan.device_test_timeout)
 
     def evict(self, worker_id: int) -> None:
-        """Note that the coordinator has evicted this worker: it is not replaced."""
+        """Record that the coordinator has evicted ``worker_id``, so that it is not replaced."""
         self._replacements.evict.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
-        """Start no replacement from now on, not even one under test; False: resume.  Return whether it is a change."""
+        """Start no replacement from now on, not even one whose device is being tested; ``stopped`` False: resume.
+
+        Return whether this changes the state.
+        """
         before, self._stopped = self._stopped, stopped
         return before is not stopped
 
     def of(self, worker: WorkerProcess, *, had_place: bool = True) -> WorkerProcess | None:
-        """Return the replacement of a worker that has ended, if there is one, and add it to the table.
+        """Add the replacement of ``worker``, which has ended, to the table, and return it; None if it is not replaced.
 
-        ``had_place``: the ended worker was in a plan of the run.
+        ``had_place``: True if ``worker`` was in a plan of the run.
         """
         if self._stopped:
             return None
@@ -170,7 +179,7 @@ class Successors:
         return successor
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> None:
-        """Start ``worker``, which ``of`` has just returned, after its device has passed the test."""
+        """Start ``worker``, which ``of`` has just returned, after its wait, if any, and the test of its device."""
         if wait := self._replacements.wait:
             self._waiting.append(worker)
             self._loop.call_later(wait, partial(self._begin, worker, environment))
@@ -178,7 +187,7 @@ class Successors:
             self._begin(worker, environment)
 
     def run_over(self) -> None:
-        """Drop the replacements that still wait for their start."""
+        """Give up the replacements that still wait for their start, because the run has ended."""
         if waiting := [worker for worker in self._waiting if worker.live and worker.pid is None]:
             self._table.abandon(waiting)
             self._left_out()
@@ -221,9 +230,10 @@ class Successors:
 
 @dataclass(eq=False)
 class LateNewcomers:
-    """Kills newcomers without a place when the run is over: no message would reach them, and they would wait for ever.
+    """Kills newcomers that have no place when the run ends: no message reaches them, so they would wait for ever.
 
-    During the run, it logs a newcomer of the library that has not joined JOIN_SECONDS after its start.
+    During the run, if the script uses the library (--elastic), it logs each newcomer that has not joined the run
+    JOIN_SECONDS after its start.
     """
 
     _plan: LaunchPlan
@@ -235,16 +245,16 @@ class LateNewcomers:
     _killed: set[int] = field(default_factory=set)
 
     def run_over(self) -> None:
-        """Kill the newcomers that are too late, and all that start from now on."""
+        """Kill the newcomers that have no place, now and whenever another newcomer is started."""
         self._run_is_over = True
         self.look()
 
     def already_logged(self, worker: WorkerProcess) -> bool:
-        """Return whether the end of ``worker`` was logged already."""
+        """Return whether the end of ``worker`` was logged already, because this object has killed it."""
         return worker.worker_id in self._killed
 
     def started(self, worker: WorkerProcess) -> None:
-        """Check ``worker``, which has just been started, perhaps too late."""
+        """Check ``worker``, which has just been started, perhaps after the end of the run."""
         self.look()
         if self._plan.elastic and worker.worker_id >= self._plan.world_size:
             self._loop.call_later(JOIN_SECONDS, partial(self._look_for, worker))
@@ -255,7 +265,7 @@ class LateNewcomers:
             self._table.note(worker.worker_id, f"this worker had not joined the run {JOIN_SECONDS:g} s after its start")
 
     def look(self) -> None:
-        """Kill the newcomers that are too late, if the run is over."""
+        """Kill the running newcomers that have no place, if the run has ended."""
         if not self._run_is_over:
             return
         for worker in self._table.running:

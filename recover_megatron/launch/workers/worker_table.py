@@ -1,9 +1,9 @@
-"""Workers of one node: their records, the launcher's handles of their processes, and their shutdown.
+"""Workers of one node: their records, the handles of their processes, and their shutdown.
 
-A worker's end, step by step: it is known to be dying (``dying``), which may be reported at once, after ``fence`` has
-made sure of it; its pidfd becomes readable while it is still a zombie, so that its pid, process group and session are
-not reused yet; ``reap`` kills its descendants, then reaps it; ``close`` reads the last of its output.  Between the two,
-its end can be reported.
+A worker ends in these steps.  If it is known to be dying (dying.py), the death may be reported as soon as ``fence`` has
+returned.  Its pidfd becomes readable while it is still a zombie, so its pid, process group and session cannot be reused
+yet.  ``reap`` kills its descendants, then reaps the worker; its end can be reported then.  ``close`` reads the rest of
+its output.
 
 All functions are called in the main thread.
 """
@@ -33,7 +33,7 @@ from recover_megatron.network.death_notice import DeathWatch
 
 @dataclass
 class _Handles:
-    """Handles of a process that has been started and is not closed yet."""
+    """Handles of a worker's process, from its start until ``WorkerTable.close``."""
 
     pidfd: int
     streams: list[Stream]
@@ -51,20 +51,20 @@ class WorkerTable:
     _folder: LogFolder
     _reaper: Reaper
     _on_exit: Callable[[WorkerProcess], None]
-    """Callback when a worker's process has ended; it calls ``reap`` and ``close``."""
+    """Callback for a worker whose process has ended; the callback calls ``reap`` and ``close``."""
     _on_dying: Callable[[WorkerProcess, Ending], None]
-    """Callback before that, if the process is known to be dying, unless the worker has left in order."""
+    """Callback for a worker whose process is dying, called before ``_on_exit``; not if the worker has left in order."""
 
     def __post_init__(self) -> None:
         self._reaper.dropped = self._output_dropped
         self._workers: dict[int, WorkerProcess] = {}
         self._handles: dict[int, _Handles] = {}
         self.changed = True
-        """True if workers.json must be written."""
+        """True if records have changed since workers.json was written."""
         self.last_words: dict[int, str] = {}
-        """Last line on stderr of each worker that has ended."""
-        self._killed: set[int] = set()  # by this launcher
-        self._memory_kills = system.memory_kills()  # when a worker ended last
+        """Last line on stderr of each worker that has ended, or its fatal signal's report, by worker id."""
+        self._killed: set[int] = set()  # workers to which this launcher has sent SIGKILL
+        self._memory_kills = system.memory_kills()  # their number when a worker ended last
         self._kernel_log = system.KernelLog()
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
@@ -82,7 +82,7 @@ class WorkerTable:
 
     @property
     def launched(self) -> list[WorkerProcess]:
-        """Return the workers that were launched with the run."""
+        """Return the workers that were launched with the run, without spares and newcomers."""
         return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
 
     @property
@@ -95,23 +95,23 @@ class WorkerTable:
 
     @property
     def outcomes(self) -> list[ExitOutcome]:
-        """Return the ends of all workers, for the exit code; a worker that has not ended counts as finished."""
+        """Return the ends of all workers, for the exit code; the end of a live worker counts as exit code 0."""
         return [worker.outcome for worker in self._workers.values()]
 
     def running_worker(self, worker_id: int) -> WorkerProcess | None:
-        """Return the worker of this id; None if it does not exist or its process does not run."""
+        """Return the worker ``worker_id``; None if there is no such worker here, or its process does not run."""
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.state is WorkerState.RUNNING else None
 
     def note(self, worker_id: int, text: str) -> None:
-        """Keep the status text of a worker for workers.json."""
+        """Set the note of a worker in workers.json; ignore unknown ids."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.note, self.changed = text, True
 
     # --- the processes ---
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
-        """Start and watch the process of ``worker``.  Return the pid; raises OSError if it cannot be started."""
+        """Start and watch the process of ``worker``.  Return its pid; raises OSError if it cannot be started."""
         log = self._folder.open_log(path) if (path := self._plan.log_file(worker.worker_id)) else None
         newcomer = worker.worker_id >= self._plan.world_size and self._plan.is_megatrons
         notice = DeathWatch.make() if self._plan.control_plane else None
@@ -137,7 +137,7 @@ class WorkerTable:
         self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log, watch)
         watch.begin(pid)
         self._reaper.add_session(pid, [stream.pipe for stream in streams])
-        # From the next round of the loop on: the worker is in workers.json before its output is seen.
+        # The loop reads the output from its next round on, after it has written the worker to workers.json.
         self._console.read(streams)
         self._loop.watch(handles.pidfd, partial(self._on_exit, worker))
         return pid
@@ -151,9 +151,9 @@ class WorkerTable:
                 os.kill(worker.pid, number)
 
     def fence(self, worker: WorkerProcess, end: Ending) -> str:
-        """Make sure that ``worker``, which is dying, does nothing more.  Return its end, for the coordinator.
+        """Make sure that ``worker``, which is dying, runs no more code.  Return its end, for the coordinator.
 
-        Raises OSError if that is uncertain: then the death must not be reported yet.
+        Raises OSError if SIGKILL cannot be sent; the caller must not report the death then.
         """
         self._handles[worker.worker_id].watch.fence(end)
         if end.goes_on:
@@ -163,7 +163,10 @@ class WorkerTable:
         return f"{end.how}, {worker.kernel}" if worker.kernel else end.how
 
     def reap(self, worker: WorkerProcess) -> int:
-        """Kill the processes that ``worker``, which has ended, left behind, then reap it.  Return their number."""
+        """Kill the processes that ``worker``, which has ended, left behind; then reap ``worker``.
+
+        Returns the number of processes that were left behind.
+        """
         assert worker.pid is not None
         self._loop.unwatch(self._handles[worker.worker_id].pidfd)
         self._handles[worker.worker_id].watch.close()
@@ -177,7 +180,7 @@ class WorkerTable:
         return len(killed - {worker.pid})
 
     def _ask_kernel(self, worker: WorkerProcess, status: int) -> None:
-        """Note the kernel's report about the end of ``worker``; ``status``: exit code, or minus the signal."""
+        """Set ``worker.kernel`` if the kernel reports a cause of its end; ``status``: exit code or minus the signal."""
         before, self._memory_kills = self._memory_kills, system.memory_kills()
         if worker.kernel or worker.worker_id in self._killed:
             return
@@ -187,7 +190,7 @@ class WorkerTable:
             worker.kernel = self._kernel_log.xid(worker.pid)
 
     def close(self, worker: WorkerProcess) -> str:
-        """Close the handles of ``worker``, which was reaped.  Return its last line on stderr."""
+        """Close the handles of ``worker``, which was reaped.  Return its entry of ``last_words``."""
         assert worker.pid is not None
         self._reaper.remove_session(worker.pid)
         handles = self._handles.pop(worker.worker_id)
@@ -220,13 +223,13 @@ UNKILLABLE_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Shutdown:
-    """Stops the workers of this node: by request, then by force.
+    """Stops the workers of this node: with SIGTERM, then with SIGKILL.
 
     ::
 
         begin --SIGTERM--> they exit --grace--> kill --SIGKILL--> --UNKILLABLE_SECONDS--> given up
 
-    Created once per launch.  ``given_up``: called in the main thread UNKILLABLE_SECONDS after SIGKILL, in any case.
+    Created once per launch.  ``given_up`` is always called, in the main thread, UNKILLABLE_SECONDS after SIGKILL.
     """
 
     _loop: EventLoop
@@ -235,7 +238,7 @@ class Shutdown:
     _given_up: Callable[[], None]
 
     def begin(self, grace: float, *, at_once: bool) -> None:
-        """Send SIGTERM now, SIGKILL after ``grace`` seconds; ``at_once``: SIGKILL now."""
+        """Send SIGTERM now and SIGKILL after ``grace`` seconds; ``at_once``: send SIGKILL now, too."""
         running = self._table.running
         if at_once:
             self._table.signal(running, signal.SIGKILL)
