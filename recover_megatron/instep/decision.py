@@ -20,7 +20,7 @@ _SEQUENCES = (
 Timeline = tuple[int, int]
 """The run since its last rollback: the epoch that decided that rollback, and the iteration to which it went back.
 
-(0, 0): there was no rollback.  States of different timelines are never mixed, though they may be of one iteration.
+(0, 0): there was no rollback.  States of different timelines are never mixed, even if they have the same iteration.
 """
 Checkpoint = tuple[int, str]
 """A complete checkpoint of this run: its iteration, and the argument of Megatron that names its folder (`SOURCES`)."""
@@ -30,7 +30,7 @@ SOURCES = ("save", "load", NON_PERSISTENT)
 MEMORY = "memory"
 """The source of a rollback to snapshots in the workers' memory (`snapshots`)."""
 HELD = "held"
-"""The source of a rollback to an older state that live workers hold: they were set aside, and the others are lost."""
+"""The source of a rollback to the older state of workers set aside, if the other workers' state is lost."""
 Snapshot = tuple[int, int, int, int, int]
 """A snapshot part that a worker holds: the part (``workload.snapshots``), the iteration after which it was taken, the
 epoch of its timeline, the epoch in which it was taken if parts of several epochs do not fit together (else 0), and the
@@ -46,28 +46,28 @@ class JoinStatus:
     position: int | None = None
     """The position for which its model is built; None: it has no model (yet, or any more)."""
     at: int = 0
-    """The decision that it works on or has just finished; steps, evaluations and checkpoints are counted together."""
+    """Number of the decision that the worker works on or has just finished; steps and sections are counted together."""
     step: bool = False
     """True if ``at`` is a training step that has begun."""
     boundary: bool = False
-    """True if ``at`` is a training step that this worker is about to begin: its replica and its state may change."""
+    """True if ``at`` is a training step that this worker is about to begin: a plan may change its replica and state."""
     total: int = 0
-    """Microbatches of the step ``at``, over all replicas."""
+    """Number of microbatches of the step ``at``, over all replicas."""
     ran: Sequence[int] = ()
-    """Ids whose gradients the workers of this replica hold, all inner ranks together."""
+    """Ids of the microbatches whose gradients this worker's replica holds, all inner ranks together."""
     iteration: int = 0
-    """The training iteration under way, from 1; of a spare: the iteration in which it became one."""
+    """The training iteration under way, from 1; for a spare: the iteration in which it became a spare."""
     last_step: tuple[int, int] = (0, 0)
-    """The last training step that it has begun since it got its state: its iteration and the number of its decision."""
+    """Iteration and decision number of the last training step that this worker has begun since it got its state."""
     version: int | None = None
-    """Number of iterations that its parameters and optimizer state have seen; None: not known, or useless."""
+    """Number of iterations that have updated its parameters and optimizer state; None: not known, or unusable."""
     digest: str = ""
     """Digest of the state of ``version``; empty: not computed."""
     aside: bool = False
     """True for a spare that was set aside, alive but late: if the state of the others is lost, all workers may go back
     to its state."""
     pace: float = 0.0
-    """Seconds per microbatch of its replica, divided by the median replica's, as it measured; 0: not measured."""
+    """Measured seconds per microbatch of its replica, divided by those of the median replica; 0: not measured."""
     ready: bool = False
     """True for a spare that could take a place now."""
     node: str = ""
@@ -89,12 +89,12 @@ class JoinStatus:
     timeline: Timeline = (0, 0)
     """The newest timeline that it knows; ``iteration`` belongs to it."""
     undone: int = 0
-    """The iteration that would have been next before the last rollback, as long as this worker does not know that the
-    rollback was carried out; 0: there is none."""
+    """The iteration that would have been next without the last rollback; 0: there was no rollback, or this worker knows
+    that it was carried out."""
     state_of: int = 0
     """The epoch of the timeline to which ``version`` belongs."""
     same_as: int = -1
-    """``Decision.same_as`` of ``timeline``."""
+    """``Decision.same_as`` for ``timeline``."""
     checkpoints: Sequence[Checkpoint] = ()
     """The newest checkpoints that it knows."""
     unreadable: Sequence[int] = ()
@@ -102,7 +102,7 @@ class JoinStatus:
     snapshots: Sequence[Snapshot] = ()
     """Complete snapshot parts that it holds."""
     spoiled: Sequence[tuple[int, int]] = ()
-    """Iteration and timeline of each snapshot that it could not load."""
+    """Iteration, and epoch of the timeline, of each snapshot that it could not load."""
     snapshot_interval: int = 0
     """Iterations between snapshots, as far as it knows; 0: not known."""
     draining: Sequence[str] = ()
@@ -136,20 +136,22 @@ class Rollback:
     """Rollback after the run's state is lost: every worker with a place loads a checkpoint or a snapshot in place."""
 
     iteration: int
-    """The last iteration that the checkpoint has seen."""
+    """The last iteration whose update is in the state to which the run goes back."""
     source: str
-    """The argument of Megatron that names its folder; or ``MEMORY``; or ``HELD``: the placed workers have the state."""
+    """The argument of Megatron that names the checkpoint's folder; or ``MEMORY``; or ``HELD``: the workers with a place
+    have the state already."""
     lost: int
-    """Number of iterations that were committed after it and run again.  It includes the iterations of a rollback that
-    another epoch replaced before it was carried out.  If no live worker has seen them, it is estimated from the last
-    heartbeats of the lost workers, which does not count later iterations.
+    """Number of iterations that were committed after ``iteration`` and are run again.  It includes those of an earlier
+    rollback that this rollback replaced before it was carried out.  If no live worker knows the last iterations, the
+    number is estimated from the last heartbeats of the lost workers; iterations after these heartbeats are not counted.
     """
     committed: bool = False
-    """True if the iteration under way is one of these: its step was committed, its evaluation may not have been run."""
+    """True if ``lost`` includes the iteration that was under way when the state was lost: its step was committed, but
+    its evaluation may not have been run."""
 
     @property
     def next(self) -> int:
-        """The iteration that would have followed the iterations that are run again."""
+        """The first iteration after the iterations that are run again."""
         return self.iteration + self.lost + 1
 
     @property
@@ -160,13 +162,13 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Kept:
-    """The newest complete snapshot: for each of its parts some live worker holds it."""
+    """The newest complete snapshot: each of its parts is held by some live worker."""
 
     iteration: int
     holders: Mapping[int, Mapping[int, str]]
     """Part -> worker that holds it -> the address of its peer store."""
     taken: int = 0
-    """Epoch in which it was taken, or 0 (``Snapshot``)."""
+    """Epoch in which it was taken, if parts of several epochs do not fit together; else 0."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Rules:
     """Settings that every worker of a run knows and that no epoch changes."""
 
     least: int = 1
-    """The least number of microbatches per inner rank that a replica runs in one pass, if any (``workload.assign``)."""
+    """Least number of microbatches per inner rank in a pass of a replica that runs any (``workload.assign``)."""
     cross_node: bool = False
     """True if a tensor-parallel group may span nodes."""
     strict: bool = False
@@ -204,11 +206,11 @@ class Beyond:
     """Facts for an epoch's plan about workers that are not among its members."""
 
     committed: int = 0
-    """The last decision that is committed: members that were set aside may not know it."""
+    """Number of the last committed decision, which members that were set aside may not know."""
     seen: int = 0
-    """The newest iteration in which workers lost with the previous epoch were seen; 0: no worker was lost."""
+    """The newest iteration reported by workers that were lost with the previous epoch; 0: no worker was lost."""
     aside: bool = False
-    """True if some workers are set aside: they may come back with the state that they have."""
+    """True if some workers are set aside and may come back with their state."""
 
 
 @dataclass(frozen=True)
@@ -227,34 +229,34 @@ class Decision:
     step: bool = False
     """True if ``at`` is a step for which some replica holds gradients."""
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    """Replica -> by inner rank, the ids to run in addition to those that it ran."""
+    """Replica -> for each inner rank, the ids of the lost microbatches that it runs."""
     paces: Mapping[int, float] = field(default_factory=dict)
     """Replica -> its pace, for replicas with a measured pace (``workload.quotas``)."""
     regroup: bool = False
-    """True if an epoch at the next boundary would have more replicas."""
+    """True if the grid will change at the next boundary: replicas leave, or spares form new ones."""
     fresh: tuple[int, ...] = ()
     """The replicas that this epoch formed."""
     version: int | None = None
     """Version of the state with which the fresh replicas begin."""
     rollback: Rollback | None = None
-    """The rollback that brings the state, if no worker has it any more; ``iteration`` is then the next one."""
+    """The rollback that restores the run's state, if it is lost; ``iteration`` is then the one after the rollback's."""
     undone: int = 0
-    """``JoinStatus.undone`` with which members join until the rollback, if any, was carried out."""
+    """``JoinStatus.undone`` of all members until the pending rollback is carried out; 0: no rollback is pending."""
     timeline: Timeline = (0, 0)
     """The newest timeline: all workers with a place are in it, or will be after their rollback."""
     before: Timeline = (0, 0)
     """The timeline of all members when they met."""
     same_as: int = -1
-    """The epoch of the timeline whose states of iteration ``timeline[1]`` equal those with which ``timeline`` began,
-    since nothing was loaded (``HELD``); -1: there is none."""
+    """The epoch of the earlier timeline whose states of iteration ``timeline[1]`` can still be used, because
+    ``timeline`` began with these states, without loading any (``HELD``); -1: there is none."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """The newest checkpoints that any member knows, newest first."""
     copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Part of a snapshot -> the worker that takes and keeps it, and a second keeper; empty: none are taken."""
+    """Snapshot part -> the worker that takes and keeps it, and the worker with a copy; empty: none are taken."""
     kept: Kept | None = None
-    """The newest complete snapshot of ``before``; None: there is none."""
+    """The newest complete snapshot of the timeline ``before``; None: there is none."""
     covered: bool = False
-    """True if ``kept`` is where ``copies`` wants it."""
+    """True if every worker that ``copies`` names for a part holds this part of ``kept``."""
     snapshot_interval: int = 0
     """Iterations between two snapshots."""
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -268,9 +270,9 @@ class Decision:
     rebuild: Mapping[int, int] = field(default_factory=dict)
     """Spare -> position for which it should build its model."""
     mirrors: Mapping[int, int] = field(default_factory=dict)
-    """Spare -> worker whose state it mirrors before every step: if that worker died, no other would have the state."""
+    """Spare -> worker whose state the spare copies before every step, because no other worker has that state."""
     enough: int = 0
-    """Number of replicas that exist, or may exist once all workers on their way have come."""
+    """Number of replicas that exist now, or may exist once all live workers are ready for a place."""
     state_lost: str = ""
     """Reason why the state is lost although enough workers for a replica live; empty: it is not lost."""
     peer_stores: Mapping[int, str] = field(default_factory=dict)
@@ -284,7 +286,7 @@ class Decision:
     draining: tuple[str, ...] = ()
     """Nodes that the run drains: workers there with a place leave at the next boundary, the others leave now."""
     undrained: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that should be drained -> the reason why the run cannot do without them."""
+    """Node that should be drained, but is not -> the reason why the run cannot do without it."""
     leaving: frozenset[int] = frozenset()
     """The replicas that leave at the next boundary: they have a worker on a node to be drained."""
 
@@ -319,13 +321,13 @@ class Decision:
 
 
 MOST_CHECKPOINTS = 4
-"""Number of newest checkpoints that are reported; an older one is the fallback if one is not readable."""
+"""Number of newest checkpoints that are reported: if the newest cannot be read, an older one is loaded."""
 
 
 def merged(*known: Iterable[Checkpoint], until: Rollback | None = None) -> tuple[Checkpoint, ...]:
-    """The newest of the checkpoints, newest first; at most two of the kind that Megatron deletes soon.
+    """Return the newest of the ``known`` checkpoints, newest first, at most two of them ``NON_PERSISTENT``.
 
-    ``until``: the rollback in progress; a newer checkpoint, which could not be loaded, must not be used later.
+    ``until``: the rollback in progress; checkpoints newer than its state could not be loaded, and are left out.
     """
     last = inf if until is None else until.iteration
     every = sorted({checkpoint for group in known for checkpoint in group if checkpoint[0] <= last}, reverse=True)
@@ -379,7 +381,7 @@ class Taking:
     parts: int
     """The number of its parts (``workload.snapshots``)."""
     together: bool = False
-    """True if its parts are shards, which are cut for the members of one epoch: only parts of the same epoch fit."""
+    """True if its parts are shards, cut for the members of one epoch: then only parts of one epoch fit together."""
 
     @property
     def name(self) -> SnapshotName:

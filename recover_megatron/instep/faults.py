@@ -1,14 +1,14 @@
 """Attributes an exception to a peer, to this worker's host or device, or to the training code.
 
-mates        an operation on a group of this replica failed         ``is_in_a_group``, if a mate is lost, and else
+peer         an operation on a group of this replica failed         ``is_in_a_group`` if a peer is lost, otherwise
                                                                     ``is_communication``; the worker is an orphan
-own host     this host or device cannot do what others may          ``is_own``; the worker exits, the run continues
-CUDA context CUDA has failed in this process                        ``is_of_device``; the worker exits, even an orphan,
-                                                                    soon, whatever hangs in it (``exit_soon``)
-any other    of the worker or of the training code: the             ``signature``; the worker exits; the run ends, if
+own host     this host or device has a fault                        ``is_own``; the worker exits, the run continues
+CUDA context CUDA has failed in this process                        ``is_of_device``; the worker exits soon, even if it
+                                                                    is an orphan or a call hangs (``exit_soon``)
+any other    this worker or the training code is at fault: the      ``signature``; the worker exits; the run ends if
              coordinator compares the errors of all workers         other workers fail with the same error
 
-``InStepError`` and its subclasses are the reasons, other than the end of the training, for which a worker leaves it.
+``InStepError`` and its subclasses are the reasons for which a worker leaves the training before its end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NoReplica(InStepError):
 
 
 class WrongGradients(Disagreement):
-    """Raised if a finished pass of this worker has added other gradients than those of its microbatches."""
+    """Raised if a finished pass of this worker has added gradients that are not those of its microbatches."""
 
 
 class StateLost(InStepError):
@@ -93,8 +93,8 @@ class Spoiled(ValueError):
 
 
 class CheckpointFailed(InStepError):
-    """Raised if a checkpoint cannot be written.  ``own``: only this worker cannot write it.  ``to_folder``: the folder
-    cannot be written, which needs no traceback.
+    """Raised if a checkpoint cannot be written.  ``own``: True if the fault is this worker's alone.  ``to_folder``:
+    True if the folder cannot be written; then the message is enough, without a traceback.
     """
 
     def __init__(self, message: str, *, own: bool, to_folder: bool = False) -> None:
@@ -116,7 +116,7 @@ _SIGNS = (
 """Texts of torch's communication errors that have no type of their own (gloo raises RuntimeError)."""
 
 _COMMON_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-"""Texts that other libraries use, too: they count only if raised within an operation on a group."""
+"""Texts that errors of other libraries have, too: such an error counts only if an operation on a group raised it."""
 
 _IN_A_GROUP = (
     "torch/distributed/distributed_c10d.py",
@@ -128,18 +128,19 @@ _IN_A_GROUP = (
 """Source files of operations on groups."""
 
 _IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data/source.py")
-"""Source files that read samples.  An error raised below them is no mate's fault: a data store closed a connection."""
+"""Source files that read samples.  A connection error raised in them is no fault of a worker: a data store closed the
+connection."""
 
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 DISK_QUOTA = "Disk quota exceeded"
 _FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
-"""A file system with fewer free bytes is full: torch's archive writer does not report why it failed."""
+"""A file system with fewer free bytes counts as full, since torch's archive writer does not report why it failed."""
 
 _FILE_NUMBERS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-"""Errors met with an open file, whose name the error does not carry."""
+"""Numbers of errors of open files; such an error does not contain the file's name."""
 _ARCHIVE = "PytorchStreamWriter failed"
-"""Text of torch's archive writer, whose errors carry no file name either."""
+"""Text of errors of torch's archive writer, which do not contain the file's name either."""
 
 _OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_FULL_NUMBERS)
 
@@ -157,7 +158,7 @@ _OWN_SIGNS = (
     "no CUDA-capable device",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
-"""Texts of faults that do not depend on the training code, of any type: full tables, disks and memories of hosts, and
+"""Texts of errors of any type that the training code does not cause: full tables, disks and memories of hosts, and
 failed devices.  Full device memory is not among them: the training code may need too much on every worker.
 """
 
@@ -192,8 +193,9 @@ def _is_communication(error: BaseException) -> bool:
 
 
 def is_in_a_group(error: BaseException) -> bool:
-    """Return whether ``error`` was raised in an operation on a group of processes, whatever its text: if another worker
-    of the group is lost, that is the cause.
+    """Return whether ``error`` was raised in an operation on a group of processes, whatever its text.
+
+    If another worker of the group is lost, this loss is the cause of the error.
     """
     found = [_files(each) for each in _causes(error)]
     return any(_any_in(files, _IN_A_GROUP) and not _any_in(files, _IN_THE_DATA) for files in found)
@@ -207,7 +209,7 @@ def _files(error: BaseException) -> list[str]:
 def is_own(error: BaseException) -> bool:
     """Return whether ``error`` is a fault of this worker's host or device, which other workers need not have.
 
-    A ``CheckpointFailed`` knows it: errors of the checkpoint's file system concern every worker.
+    For a ``CheckpointFailed`` its attribute ``own`` decides: an error of the checkpoint's file system is no worker's.
     """
     if isinstance(error, CheckpointFailed):
         return error.own
@@ -217,8 +219,8 @@ def is_own(error: BaseException) -> bool:
 def is_of_device(error: BaseException) -> bool:
     """Return whether CUDA has failed in this process: later CUDA calls may fail as well, or hang.
 
-    "To continue using CUDA, the process must be terminated and relaunched" holds for nearly all CUDA errors, first of
-    all those of kernels, which the next CUDA call reports, whichever it is.
+    "To continue using CUDA, the process must be terminated and relaunched" holds for nearly all CUDA errors, above all
+    for errors in kernels, which the next CUDA call reports, whatever that call does.
     """
     return any(_is_of_device(each) for each in _causes(error))
 
@@ -230,7 +232,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException, folder: str) -> bool:
-    """Return whether ``error``, raised while a file was written in ``folder``, means that its file system is full."""
+    """Return whether ``error``, raised while a file was written, means that the file system of ``folder`` is full."""
     if any(_is(each, _FULL_NUMBERS, _FULL_SIGNS) and not _is_elsewhere(each, folder) for each in _causes(error)):
         return True
     try:
@@ -249,7 +251,7 @@ def is_write(error: BaseException, folder: str) -> bool:
 
 
 def is_of_folder(error: BaseException, folder: str) -> bool:
-    """Return whether ``error`` concerns ``folder`` or something in it, by the file name in a system error."""
+    """Return whether the text of ``error`` names ``folder`` or a file in it."""
     return any(_names(each, folder) for each in _causes(error))
 
 
@@ -273,7 +275,7 @@ def signature(error: BaseException) -> str:
     for name in (full, full.partition(".")[0]):
         if name:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "this host", text)
-    if _FROM_A_LOADER in text:  # a loader process of one worker may meet what the main process of another meets
+    if _FROM_A_LOADER in text:  # another worker's main process may raise the error that this loader process raised
         text = text.rpartition(f" {type(error).__name__}: ")[2]
     return f"{type(error).__name__}: {text}"[:1000]
 
@@ -322,5 +324,5 @@ def exit_soon(seconds: float = END_SECONDS) -> None:
 
 
 def _end() -> None:
-    log.info("the device of this worker has failed, and its orderly exit takes too long: the process exits now")
+    log.info("the device of this worker has failed, and an orderly exit takes too long: the process exits now")
     os._exit(EXIT_OWN_FAULT)

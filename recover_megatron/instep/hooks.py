@@ -33,7 +33,7 @@ class Hooks(Protocol):
                                                                     last_checkpoint, iteration
         ... at a boundary where states are compared                 digest
         a plan with a place for this worker is taken up             planned, then describe and log
-        a plan makes it keep the state of another worker            mirror
+        a plan makes this spare keep another worker's state         mirror
         a phase is reached in which a fault may be injected         inject
         an event must be logged                                     log
     """
@@ -43,21 +43,21 @@ class Hooks(Protocol):
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         """Abort all communication inside this worker's replica: pending operations on this worker raise an error.
 
-        ``all_heard``: returns when it is safe to abort operations whose failure a mate could misread
-        (``collectives.epoch``).
+        ``all_heard``: function that returns when it is safe to abort operations whose failure another worker of the
+        replica could misread (``collectives.epoch``).
         """
 
     def planned(self, decision: Decision) -> None:
-        """Take up a new epoch with a place for this worker: ranks and roles may have moved.  In the main thread."""
+        """Take up a new epoch with a place for this worker: its rank and role may have changed.  In the main thread."""
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        """Keep, as a spare, the state of the worker that ``decision`` names, until the epoch ends.
+        """Keep, on this spare, the state of the worker that ``decision`` names, until the epoch ends.
 
-        Returns the changed fields of its ``JoinStatus``.  In the main thread.
+        Returns the changed fields of the spare's ``JoinStatus``.  In the main thread.
         """
 
     def inject(self, phase: str, iteration: int | None) -> None:
-        """Inject a fault if one is due: a phase of ``iteration`` was reached; None: of the iteration under way."""
+        """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the iteration under way)."""
 
     def log(self, event: str, **fields: Any) -> None:
         """Write a line of events.jsonl, if this worker is the one that writes them; ``fields``: JSON values."""
@@ -68,10 +68,10 @@ class Hooks(Protocol):
         """The training iteration under way, from 1; 0: the training has not begun."""
 
     def version(self) -> int | None:
-        """Number of iterations that the parameters and the optimizer state have seen; None: they are of no use."""
+        """Number of iterations that have updated the parameters and the optimizer state; None: they are unusable."""
 
     def state_of(self) -> int:
-        """The epoch of the timeline to which this state belongs (``decision.Timeline``)."""
+        """The epoch of the timeline to which this worker's state belongs (``decision.Timeline``)."""
 
     def digest(self) -> str:
         """Digest of the state: equal strings in a column mean equal states; empty: none.  In the main thread."""
@@ -92,13 +92,13 @@ class Hooks(Protocol):
 
 
 FIRST_SECONDS = 600.0
-"""Seconds that a worker's first decision may take beyond the hang timeout between two marks: kernels are compiled."""
+"""Seconds beyond the hang timeout between two marks of a worker's first decision, in which kernels are compiled."""
 
 STORAGE_SECONDS = 3600.0
 """Seconds beyond the hang timeout that reading or writing a checkpoint may take while no byte is moved."""
 LOOK_SECONDS = 1.0
 LEAST_BYTES = 1 << 16
-"""Fewer bytes between two looks may come from messages, and from the looks themselves."""
+"""Least number of bytes between two checks that counts as progress; messages and the checks cause fewer."""
 
 T = TypeVar("T")
 
@@ -117,9 +117,10 @@ class ProgressReports:
     microbatch: int | None = field(default=None, init=False)
     """The microbatch that this worker has begun last."""
     tried: set[int] = field(default_factory=set, init=False)
-    """Microbatches of the present step that its replica has begun, as far as it knows, until the step is committed."""
+    """Microbatches of the present step that, as far as this worker knows, its replica has begun; empty once it is
+    committed."""
     phase: str = field(default="", init=False)
-    """The phase of its last mark."""
+    """The phase of this worker's last mark."""
     _warm: bool = field(default=False, init=False)
     """True if this worker has done everything that takes longer the first time."""
     _allow: float = field(default=0.0, init=False)
@@ -133,7 +134,7 @@ class ProgressReports:
         return self.at
 
     def agree(self, number: int) -> None:
-        """Report the decision done and wait for all; raises as ``Session.agree`` does."""
+        """Report the decision done, and wait until all workers have; raises as ``Session.agree`` does."""
         self.inject("agree")
         self.mark("agree", waiting=True)
         self._session.agree(number)
@@ -142,9 +143,9 @@ class ProgressReports:
     def end_run(self, what: str, error: Exception) -> None:
         """Terminate the run for all workers, with exit code 1, before the iteration under way is committed.
 
-        Returns when this worker is out of the run.  While it lives no epoch begins without it, so nothing is committed;
-        and it reports to the next coordinator if this one is lost.  ``what``: the beginning of the reason, as in
-        "worker 3 has found wrong gradients".
+        Returns when this worker is out of the run.  Until then no epoch begins without this worker, so nothing is
+        committed; if the coordinator is lost, this worker reports the error to the next coordinator.  ``what``: the
+        beginning of the reason, as in "worker 3 has found wrong gradients".
         """
         reason = f"{what} in iteration {self._hooks.iteration()}, which no worker applies: {error}"
         then = "start again from the last checkpoint; if the error comes back, the code is at fault, not a device"
@@ -154,9 +155,9 @@ class ProgressReports:
             self._session.wait_lost((), threading.TIMEOUT_MAX)
 
     def allow_first_decision(self) -> None:
-        """Allow this worker as much time until the end of the next decision as in its first one.
+        """Until its next decision ends, allow this worker the additional time of a first decision.
 
-        A worker that joined the run late compiles its kernels then, and its mates wait for it.
+        A worker that joined the run late compiles its kernels in that decision, while its model-parallel peers wait.
         """
         self._warm = False
 
@@ -175,7 +176,7 @@ class ProgressReports:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Mark as waiting for others, within a phase: a hang is then blamed on the workers that this one waits for."""
+        """Mark this worker as waiting for other workers inside the context: they are then blamed for a hang."""
         phase, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(what, microbatch=microbatch, waiting=True)
         try:
@@ -185,7 +186,7 @@ class ProgressReports:
 
     @contextmanager
     def storage(self, phase: str) -> Iterator[None]:
-        """Mark as waiting for storage, in ``phase``: the stall timeout is added to the hang timeout."""
+        """Mark this worker as waiting for storage inside the context: its hang timeout grows by the stall timeout."""
         before, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(phase, microbatch=microbatch, allow=self._session.settings.stall_timeout)
         self.inject(phase)
@@ -193,9 +194,10 @@ class ProgressReports:
         self.mark(before, microbatch=microbatch, allow=allow)
 
     def moving(self, phase: str, work: Callable[[], T], moved: Callable[[], int]) -> Callable[[], T]:
-        """Do ``work`` in ``phase``, in which files are written or read; as long as ``moved`` grows, that is progress.
+        """Return a function that does ``work``, which reads or writes files, in ``phase``.
 
-        ``moved()``: the number of bytes read and written so far.  Without progress one hour is allowed.
+        ``moved()``: the number of bytes read and written so far; a worker with a growing number makes progress.  If it
+        does not grow, ``work`` may take one hour.
         """
 
         def look(over: threading.Event) -> None:
@@ -220,7 +222,7 @@ class ProgressReports:
         return do
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject a fault if one is due in this phase of ``iteration``; None: of the iteration under way."""
+        """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the iteration under way)."""
         self._hooks.inject(phase, iteration)
 
 
@@ -229,12 +231,12 @@ OVER, HERE = "over", "here"
 
 @dataclass(eq=False)
 class Announcements:
-    """Announcements of one worker on its ``peer_store``, which answers whatever the main thread does.
+    """Announcements of one worker on its peer store, which answers other workers even if the main thread is busy.
 
-    opened(n)   a rendezvous was opened: the peer store shows which operations are over for this worker, for workers
-                that were interrupted in them; threads that wait here look at what has changed
-    over()      an operation is over for this worker: shown on the peer store, too, if a rendezvous is open
-    leave()     this worker has no place any more, and performs none of the operations that others wait for
+    opened(n)   rendezvous n was opened: the peer store shows which operations are over for this worker, so that workers
+                interrupted in these operations learn of it; threads waiting for this object check again
+    over()      an operation is over for this worker: the peer store shows this, too, if a rendezvous is open
+    leave()     this worker has no place any more, so it will not perform operations that other workers wait for
     """
 
     _assignment: Assignment
@@ -250,7 +252,7 @@ class Announcements:
     # ---- the session's thread
 
     def opened(self, rendezvous: int, workers: frozenset[int]) -> None:
-        """Take notice of a rendezvous that counts on ``workers``; quick."""
+        """Record that a rendezvous was opened that counts on ``workers``; returns at once."""
         with self._news:
             self._opened, self._counted_on = rendezvous, workers
             repeats = self._repeats
@@ -289,17 +291,17 @@ class Announcements:
                 self._publish(group, operation, OVER)
 
     def here(self, rendezvous: int, group: str, operation: str) -> None:
-        """Announce that an operation is not over here, and that this worker waits while ``rendezvous`` is open."""
+        """Announce that an operation is not over for this worker, which waits while ``rendezvous`` is open."""
         with self._news:
             if self._opened == rendezvous:
                 self._publish(group, operation, HERE)
 
     def answer(self, rendezvous: int, group: str, operation: str, found: str) -> None:
-        """Publish the result ``found``, as the worker that has asked all others."""
+        """Publish the result ``found``; called by the leader, which has asked all other members."""
         self._peer_store.put(f"{key(rendezvous, group, operation)}/found", found, rendezvous)
 
     def await_rendezvous(self, after: int, seconds: float) -> tuple[int, frozenset[int]] | None:
-        """Return the rendezvous beyond ``after`` that opens within ``seconds``, and its workers; None: none opens."""
+        """Wait up to ``seconds`` for a rendezvous after ``after``; return it and its workers, or None if none opens."""
         with self._news:
             if self._news.wait_for(lambda: self._opened > after, seconds):
                 return self._opened, self._counted_on
@@ -318,7 +320,7 @@ class Announcements:
         return self._repeats if self._repeats is not None and self._repeats.number == rendezvous else None
 
     def repeat(self, repeats: EpochGroups) -> bool:
-        """Repeat operations in these groups, which end with their rendezvous; return whether it is open."""
+        """Use these groups to repeat operations until their rendezvous ends; return whether it is still open."""
         with self._news:
             self._repeats = repeats
             return self._opened == repeats.number
@@ -332,10 +334,13 @@ class Announcements:
 
 
 def key(rendezvous: int, group: str, operation: str) -> str:
-    """Key in a peer store of its worker's progress with an operation; with ``/found``: of the result of all workers."""
+    """Return the key under which a peer store has its worker's progress with an operation.
+
+    Followed by ``/found`` it is the key of the operation's result for all workers.
+    """
     return f"open/{rendezvous}/{group}/{operation}"
 
 
 def left_key(epoch: int) -> str:
-    """Key in the peer store of a worker that lost its place in an epoch."""
+    """Return the key that the peer store of a worker has once the worker has lost its place in ``epoch``."""
     return f"open/{epoch}/left"

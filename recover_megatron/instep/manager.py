@@ -1,49 +1,49 @@
 """Interface of in-step recovery: one ``Manager`` per worker, and the ``View`` of the run that it returns.
 
 Guarantee: every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die, and
-whenever.  An iteration from which ``step`` has returned is committed.  If ``step`` raises, the others may commit the
-iteration, with or without the microbatches of this replica, and this worker does not apply it.  Everything else that
-workers do together (an evaluation, a checkpoint) is a section: the remaining workers run it to its end, again from the
-beginning if a worker is lost in the middle.
+whenever.  An iteration from which ``step`` has returned is committed.  If ``step`` raises on this worker, the other
+workers may still commit the iteration, with or without the microbatches of this replica, but this worker does not
+update its parameters.  Everything else that workers do together (an evaluation, a checkpoint) is a section: the
+remaining workers run it to its end, again from the beginning if a worker is lost in the middle.
 
 The caller has a few duties.  First, pass a ``Hooks`` (`hooks`): its methods that are not documented as "in the main
 thread" are also called in other threads at any time, and must be quick and wait for no worker.  Then call, in the
 thread that trains (the main thread; other threads may call only the methods that say so)::
 
-    start                          once: all workers of the launch join the first epoch.  Before it a death ends the run
-                                   (a worker without a slot at launch begins with ``wait_for_place`` instead)
+    start                          once: all workers of the launch join the first epoch.  Until then a death ends the
+                                   run (a worker without a slot at launch begins with ``wait_for_place`` instead)
     for each iteration:
-        at_boundary                new workers come in here
+        at_boundary                new workers join here
         step                       pass your microbatches' gradients; update the parameters only when it has returned
         section                    everything else that needs workers of other replicas: the same sections in the same
                                    order on all workers
     finish                         once: the training is over for this worker
 
-Get a new ``view`` after each of these: the call may have met the others, which closes the groups of the epoch.
+Get a new ``view`` after each of these calls: if the call met other workers, the groups of the old epoch are closed.
 
-Report progress (``mark``), so that a worker that hangs is found: a worker without a mark within the hang timeout is
-evicted.  Declare waits for others or for storage (``waiting``).
+Report progress (``mark``), so that a worker that hangs is found: a worker that makes no mark within the hang timeout is
+evicted.  Announce every wait for other workers or for storage (``waiting``).
 
-If your own code or a method here raises an exception of the list below except ``Orphaned``, terminate the process.  For
-any other exception, call ``is_of_mates`` (for an orphan it is True whatever the error is).  If it is True, this worker
-is an orphan: its replica is broken, and the others continue.  Call ``leave``, drop everything that holds tensors of the
-training, call ``release``, then ``wait_for_place``; with its decision enter ``take_place``, inside which you create
-your groups again and load your state, and continue with ``at_boundary``.  If it is False, it is an error of this
-worker: terminate the process.
+If your code or a method of the manager raises an exception of the list below other than ``Orphaned`` and
+``EpochRevoked``, terminate the process.  For ``Orphaned``, and for every exception that is not in the list, call
+``is_of_mates``.  If it returns True, this worker is an orphan: its replica is broken, and the other replicas continue.
+Call ``leave``, drop everything that holds tensors of the training, call ``release``, then ``wait_for_place``.  Pass the
+decision that it returns to ``take_place``; in this context create your groups again and load your state; then continue
+with ``at_boundary``.  If ``is_of_mates`` returns False, the error is this worker's: terminate the process.
 
-Raised by ``start``, ``at_boundary``, ``step``, ``section`` and ``finish``, which meet other workers:
+``start``, ``at_boundary``, ``step``, ``section`` and ``finish``, which meet other workers, raise:
 
-    Orphaned           this worker has no place any more: as above
-    Drained            its node is drained: exit with code 0
+    Orphaned           this worker has no place any more: proceed as above
+    Drained            this worker's node is drained: exit with code 0
     NoReplica          no complete replica is left: the run ends for all, exit code 10
     StateLost          a part of the training's state is lost: the run ends for all, exit code 12
     Fenced             this worker was evicted, and the run continues without it: exit with code 13
     CoordinatorLost    the run has ended, or its majority is lost: exit with the error's code
-    EpochRevoked       only from ``View.groups`` and ``wait_in_touch``: let it leave the section, which then runs again
-                       (a step uses neither)
+    EpochRevoked       raised only by operations of ``View.groups`` and by ``wait_in_touch``: let it propagate out of
+                       the section, which then runs again (a step uses neither)
 
-The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; there a failed step is dropped,
-here it is finished.
+The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; torchft discards a failed step,
+this manager finishes it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "O
 """The manager, and the types of its arguments and results; the rest is in ``recover_megatron.instep``."""
 
 Agree = Callable[[list[int]], list[int]]
-"""Return the numbers of a model-parallel group's first rank on all of its workers."""
+"""Function that returns, on all workers of a model-parallel group, the numbers passed by the group's first rank."""
 
 
 class Manager:
@@ -110,10 +110,10 @@ class Manager:
         traffic.recovery = self._parts
 
     def at_boundary(self, prepare: Callable[[], Any]) -> None:
-        """Meet the others before a step if a plan has called for it: workers come in or leave, states are compared.
+        """Meet all other workers before a step if a plan or the verify interval requires it.
 
-        ``prepare`` is called before each such meeting, for work that must not wait until then; it may consist of
-        sections only.
+        In this meeting workers join or leave, and states are compared.  ``prepare`` is called before each such meeting,
+        for work that must not wait for the workers that join; it may consist of sections only.
         """
         self._parts.boundary.meet_if_wanted(prepare)
 
@@ -124,11 +124,12 @@ class Manager:
         :param share: 1 / number of workers of the tail's column in one replica
         :param balance: give slow replicas fewer microbatches from the next step on
         :raises Disagreement: this worker's microbatches or gradients cannot be right: terminate the process.  If they
-            may be in a sum, the run ends for all and no worker commits the step; else the others run its microbatches
+            may be in a sum, the run ends for all workers, and none commits the step; otherwise the other replicas run
+            the microbatches of this one
         """
         self._parts.show(total)
         outcome = Step(self._parts, trainer, total, tail, share).run()
-        if balance is not None and not outcome.by_plan:  # workers that the plan found further on change nothing either
+        if balance is not None and not outcome.by_plan:  # by_plan: the new plan has reset the quotas of all workers
             self._parts.rebalance(outcome.speeds, total, balance)
         return outcome
 
@@ -142,13 +143,13 @@ class Manager:
         phase: str = "",
         moved: Callable[[], int] | None = None,
     ) -> Any:
-        """Run ``run`` to its end on all workers, again from the start if one is lost; return its result.
+        """Call ``run`` on all workers, again from the start if a worker is lost; return its result.
 
-        :param run: raises ``EpochRevoked``, or has no effect that a second run would double
+        :param run: must either raise ``EpochRevoked`` or have no effect that a second call would double
         :param reset: undoes other effects before a second run; inputs that collectives overwrote are restored anyway
         :param together: the workers of a replica wait for each other in ``run``, so they begin it together
-        :param moved: bytes that this worker has read and written so far: while they grow, ``run`` is not taken for a
-            hang.  It is then in ``phase``, by default ``kind``
+        :param phase: phase that this worker reports during ``run`` if ``moved`` is passed; default: ``kind``
+        :param moved: returns the number of bytes read and written so far; as long as it grows, ``run`` counts as alive
         """
         if moved is not None:
             run = self._parts.progress.moving(phase or kind, run, moved)
@@ -163,21 +164,22 @@ class Manager:
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress.
 
-        :param waiting: this worker waits for others, which are to blame for a hang
+        :param waiting: this worker waits for other workers: if it hangs, they are to blame
         :param allow: seconds beyond the hang timeout until the next mark
         """
         self._parts.progress.mark(phase, microbatch=microbatch, waiting=waiting, allow=allow)
 
     def waiting(self, what: str, *, storage: bool = False) -> AbstractContextManager[None]:
-        """Context in which this worker waits for others, or with ``storage`` for data: its hang timeout is suspended.
+        """Context in which this worker waits for other workers, or with ``storage`` for data.
 
-        For storage the stall timeout is added to the hang timeout.
+        During a wait for workers these are blamed for a hang; during a wait for storage the stall timeout is added to
+        the hang timeout.
         """
         progress = self._parts.progress
         return progress.storage(what) if storage else progress.waiting(what)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject a fault if one is due in ``phase`` of ``iteration``; None: of the one under way.  From any thread."""
+        """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the present one).  From any thread."""
         self._parts.progress.inject(phase, iteration)
 
     def log(self, event: str, *, note: str = "", **fields: Any) -> None:
@@ -198,23 +200,25 @@ class Manager:
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
         """Return once the coordinator has answered a new request, mostly at once.  From any thread.
 
-        Call it before an action that a stopped worker, evicted without knowing it, must not perform.  Raises ``Fenced``
-        or ``CoordinatorLost``, ``EpochRevoked`` unless ``in_epoch`` is False, and after ``finish`` another
+        Call it before an action that this worker must not perform if it was suspended, and evicted meanwhile.  Raises
+        ``Fenced`` or ``CoordinatorLost``; ``EpochRevoked`` unless ``in_epoch`` is False; and, after ``finish``, another
         ``MembershipError``.
         """
         self._parts.session.wait_in_touch(in_epoch=in_epoch)
 
     def is_of_mates(self, error: BaseException) -> bool:
-        """Return whether ``error`` comes from a loss in this replica, or this worker is an orphan already.
+        """Return whether ``error`` is caused by a loss in this replica, or this worker is an orphan already.
 
-        May wait for the news of a loss.  Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out of the run.
+        Returns False for a failure of CUDA.  May wait for the report of a loss.  Raises ``Fenced`` or
+        ``CoordinatorLost`` if this worker is out of the run.
         """
         return self._blame.of_mates(error, self._parts)
 
     def lose_state(self, what: str) -> NoReturn:
         """Report that no worker holds a part of the training's state any more; ``what`` names it, for messages.
 
-        Raises ``Orphaned`` if there is a checkpoint or a snapshot to go back to, else ``StateLost``, for all.
+        Raises ``Orphaned`` if there is a checkpoint or a snapshot to go back to; else ends the run for all workers, and
+        raises ``StateLost``.
         """
         if self._parts.planner.can_go_back:
             self._parts.orphan.leave(what)
@@ -224,9 +228,10 @@ class Manager:
     # ---- out of the training, and back
 
     def leave(self, why: BaseException | str, *, note: str = "") -> None:
-        """Leave because of an error that ``is_of_mates``, or for a reason as text; the others are notified.
+        """Leave the training, and notify the other workers.
 
-        ``note``: shown by recover-status for this worker from now on.
+        ``why``: an error for which ``is_of_mates`` returned True, or a reason as text.  ``note``: shown by
+        recover-status for this worker from now on.
         """
         if note:
             self._parts.session.note(note)
@@ -237,15 +242,16 @@ class Manager:
             self._blame.left(self._parts)
 
     def release(self) -> None:
-        """Close the groups of the epoch: their operations touch no tensor any more.  May wait for the device."""
+        """Close the groups of the epoch; afterwards none of them touches a tensor.  May wait for the device."""
         self._parts.assignment.close()
 
     def wait_for_place(self, **offer: Any) -> Decision:
         """Wait as a spare; return the decision that gives this worker a place.
 
-        :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of its state; ``position`` None: it can take
-            no place
-        :raises OtherPosition: it must build the model of another position, which is its own from now on, and wait again
+        :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position`` None:
+            this worker can take no place
+        :raises OtherPosition: this worker must build the model of another position, which is now its position, and call
+            this method again
         :raises RunOver: there will be no place
         """
         try:
@@ -266,7 +272,7 @@ class Manager:
         traffic.recovery = self._parts
         yield
         self._parts.hooks.planned(decision)
-        # If a replica continues, it logs the plan; this replica logs it only if all are new.
+        # If some replica continues, one of its workers writes the event; a new replica writes it only if all are new.
         self._parts.planner.log(decision, None, 0.0)
 
     # ---- the optimizer's state, where it is spread over the replicas

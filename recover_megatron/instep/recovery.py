@@ -1,8 +1,8 @@
 """The parts of a worker's recovery, assembled: each part knows its task, and the parts created before it.
 
-Only modules of this package use them; a training loop has a ``Manager`` (`manager`).  A training step (`step`) and all
-other code that takes part in a run receives the ``Recovery`` and uses the parts that it needs.  ``Blame`` uses them to
-judge whether a worker's mates may be to blame for an error, and for how long to believe that.
+Only modules of this package use these parts; a training loop uses a ``Manager`` (`manager`).  A training step (`step`)
+and all other code that takes part in a run receives the ``Recovery`` and uses the parts that it needs.  ``Blame``
+judges whether a worker's model-parallel peers may be to blame for an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Worker:
 
     id: int
     slot: Slot | None
-    """Its slot at launch; None: it was started later, and has no place yet."""
+    """Slot of the worker at launch; None: the worker was started later, and has no place yet."""
     node: str = ""
     """Name of its host."""
     domains: Sequence[str] = ()
@@ -47,7 +47,7 @@ class Worker:
 
 
 class Recovery:
-    """The parts of one worker.  Its main thread calls them, the session's thread ``Orphan.revoked``."""
+    """Parts of one worker's recovery.  The main thread calls them; the session's thread calls ``Orphan.revoked``."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Recovery:
         session.on_revoke(self.orphan.revoked)
 
     def view(self) -> View:
-        """Return the view of ``Manager.view``."""
+        """Return a new view of the run as this worker knows it now."""
         place, progress, session, planner = self.assignment, self.progress, self.session, self.planner
         decision, epoch_groups, replica, inner_rank, position = place.at_once()
         started = decision is not None
@@ -136,17 +136,17 @@ class Recovery:
         )
 
     def show(self, total: int) -> None:
-        """Report this worker's place, and how much of a step of ``total`` its replica runs, to the coordinator."""
+        """Report to the coordinator this worker's place, and its replica's quota of a step's ``total`` microbatches."""
         self.assignment.show(total, self.planner.can_go_back)
 
     def rebalance(self, speeds: Mapping[int, float], total: int, agree: Callable[[list[int]], list[int]]) -> None:
-        """Set quotas for the next step by the paces of the one just committed; every worker of a replica calls it.
+        """Set the next step's quotas from the paces of the step just committed; every worker of a replica must call it.
 
         A replica's time per microbatch is summed with the gradients (``Tail``), so every worker of a column knows the
         same numbers when a step is committed.  Columns measure different times (stages wait for each other
         differently), so ``agree`` returns the values of the first rank to all of a group that is within one column.  No
-        worker changes quotas after a step that fresh replicas began late: they ran little of it.  ``speeds``: replica
-        -> seconds per microbatch.
+        worker changes quotas after a step that fresh replicas began late, since these ran few of its microbatches.
+        ``speeds``: replica -> seconds per microbatch.
         """
         decision, shares = self.assignment.decision, self.assignment.shares
         if shares.easing:
@@ -175,17 +175,19 @@ class Recovery:
 
 
 UNEXPLAINED = 2
-"""Number of times per iteration that a replica's communication may fail while all of its workers live."""
+"""Number of times per iteration that communication inside a replica may fail although all workers of the replica live;
+after that the training code is to blame."""
 
 
 @dataclass(eq=False)
 class Blame:
     """Judges the errors of one worker, and counts the unexplained ones in this iteration.
 
-    If an operation on a group fails while a mate is being lost, the loss is the cause, whatever the error text.  An
-    error about a lost connection is attributed to the death of a mate before that is known, and the worker waits for
-    another replica.  If the mates live and the iteration fails in the same way again and again, the training code is at
-    fault (for example, two workers disagree on a shape), and the error is reported as such.
+    If an operation on a group fails while a model-parallel peer is being lost, the loss is the cause, whatever the
+    error text.  An error about a lost connection is attributed to the death of a peer even before this death is known,
+    and the worker waits for a place in another replica.  If all peers live and the iteration fails in this way again
+    and again, the training code is at fault (for example, two workers disagree on a shape), and the error is reported
+    as the training code's.
     """
 
     _iteration: int = 0
@@ -193,9 +195,9 @@ class Blame:
     _judged: tuple[BaseException | None, bool] = (None, False)
 
     def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
-        """Return whether ``error`` is no fault of this worker and its code: its replica is broken, or seems to be.
+        """Return whether another worker of this replica caused ``error``: the replica is broken, or seems to be.
 
-        May wait for the news of a death, once per error.  Raises as ``Session.wait_lost`` does.
+        May wait for the report of a death, once per error.  Raises as ``Session.wait_lost`` does.
         """
         if self._judged[0] is not error:
             self._judged = error, self._is_of_mates(error, recovery)
@@ -204,7 +206,7 @@ class Blame:
     def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
         if isinstance(error, Orphaned):
             return True
-        if is_of_device(error):  # an orphan's, too: with this device it could only wait, and would not be replaced
+        if is_of_device(error):  # for an orphan, too: with a broken device it would wait without ever being of use
             return False
         if recovery.orphan.orphaned:
             return True
@@ -215,11 +217,11 @@ class Blame:
                 return True
         elif is_own(error) or not is_in_a_group(error):
             return False
-        # Do not wait for a revoke: it may be due to others, and come before the news of a mate's death.
+        # Do not wait for a revoke: another replica may have caused it, before the death of a peer is reported.
         return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
 
     def left(self, recovery: Recovery) -> None:
-        """Count the error for which this worker left the training, after it has waited for the news of a death."""
+        """Count the error for which this worker left the training, after waiting for the report of a death."""
         iteration = recovery.hooks.iteration()
         if self._iteration != iteration:
             self._iteration, self._unexplained = iteration, 0

@@ -7,14 +7,15 @@
        |                    RENDEZVOUS --------'
        |                         |  plan of the next epoch
        |                         v
-       '----> REDUCE <------- RERUN: pull what is finished anywhere, run the lost microbatches into what is not
+       '----> REDUCE <------- RERUN: pull all finished sums, run the lost microbatches into the unfinished ones
 
 COMPUTE and RERUN are never interrupted: they use only groups inside a replica, whose workers run them in lock-step.
-(If one worker left in the middle, its mates would wait for it, and all others for them at the rendezvous.)  Only where
-replicas meet, in REDUCE and AGREE, does a worker check whether the epoch was revoked.  A worker whose own replica broke
-leaves from any state, by ``Orphaned`` or by the error of its replica's communication.
+(If one worker left in the middle, its model-parallel peers would wait for it, and all other replicas would wait for
+these peers at the rendezvous.)  A worker checks only in REDUCE and AGREE, where replicas meet, whether the epoch was
+revoked.  A worker whose replica is broken leaves the step in any state: ``Orphaned``, or the error of its replica's
+communication, is raised.
 
-Nothing before COMMITTED changes a parameter, and after it no worker of another replica is needed for this step.
+No parameter changes before COMMITTED, and after COMMITTED this step needs no worker of another replica.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.trainer import Outcome, Tail, Trainer, alive
 
 REGROUP_SECONDS = 120.0
-"""Seconds beyond the hang timeout for all rings of an epoch to open, and again for the pull over them."""
+"""Seconds beyond the hang timeout that opening all rings of an epoch may take; the pull over them may take as long."""
 
 
 class State(Enum):
@@ -50,8 +51,8 @@ class State(Enum):
 class Step:
     """State machine of one iteration of one worker.
 
-    ``total``: microbatches of the step, over all replicas.  ``tail``: the bucket that is summed last (`trainer`).
-    ``share``: 1 / number of workers of the dense parameters' column in one replica (see ``Tail.fill``).
+    ``total``: number of microbatches of the step, over all replicas.  ``tail``: the bucket that is summed last
+    (`trainer`).  ``share``: 1 / number of workers of the dense parameters' column in one replica (see ``Tail.fill``).
     """
 
     def __init__(self, recovery: Recovery, trainer: Trainer, total: int, tail: Tail, share: float) -> None:
@@ -74,7 +75,8 @@ class Step:
         """Return when the step is committed; raise ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``),
         ``Disagreement``, and what ``Trainer.compute`` raises.
 
-        If a ``Disagreement`` is found after gradients of this replica may have been summed, the run ends for all.
+        If a ``Disagreement`` is found after gradients of this replica may have been summed, the run ends for all
+        workers.
         """
         parts = {
             State.COMPUTE: self._compute,
@@ -114,7 +116,7 @@ class Step:
         if decision is None:
             self._todo = self._assignment.share(self._total)
             return State.COMPUTE
-        # Others have begun this step already, in an epoch that this worker joined before it began.
+        # When the present epoch was formed, other replicas had begun this step: its plan has this replica's share.
         self._todo = decision.rerun.get(self._assignment.replica, [])
         return State.RERUN
 
@@ -128,7 +130,7 @@ class Step:
         return State.REDUCE
 
     def _reduce(self) -> State:
-        """Sum the gradients over the column, together with the counts of who ran what."""
+        """Sum the gradients over the column, and the counts that show which replica ran which microbatches."""
         assignment = self._assignment
         self._progress.mark("reduce-scatter", waiting=True)
         self._orphan.check()
@@ -138,14 +140,14 @@ class Step:
         return State.AGREE
 
     def _agree(self) -> State:
-        """Wait until all workers have every sum: then none needs another replica for this step any more."""
+        """Wait until all workers have every sum; from then on no worker needs another replica for this step."""
         self._progress.agree(self._number)
         return State.COMMITTED
 
     # ---- after a death
 
     def _meet(self) -> State:
-        """Meet the remaining workers; their plan names the lost microbatches that this replica runs."""
+        """Meet the remaining workers; the next epoch's plan names the lost microbatches that this replica runs."""
         assignment = self._assignment
         if self._rendezvous.committed_before_the_end(self._number):
             return State.COMMITTED
@@ -168,8 +170,8 @@ class Step:
             gradients.hold()
             self._open_rings()
         self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
-        # After a revoke other columns may have finished and be running already: this worker runs, too, and raises
-        # later.
+        # If the epoch is revoked during the pull, other columns may have pulled everything, and run the microbatches
+        # already.  So this worker runs them, too; REDUCE raises ``EpochRevoked`` again.
         with self._phase("pull"), suppress(EpochRevoked):
             gradients.pull(assignment.epoch_groups, assignment.live, self._tail)
         self._progress.mark("forward")
@@ -185,10 +187,10 @@ class Step:
     # ---- parts of the above
 
     def _may_be_summed(self, error: Disagreement) -> bool:
-        """Return whether wrong values may be in a sum, which other workers would keep and commit without this one.
+        """Return whether wrong values of this worker may be in a sum that other workers keep, and commit without it.
 
-        After a pass the mates may have submitted gradients that they have reduced with this worker's.  In the middle of
-        a pass they have not: they cannot finish it without this worker.
+        After a forward and backward pass the model-parallel peers may have submitted gradients that contain this
+        worker's.  In the middle of a pass they cannot have: they cannot finish the pass without this worker.
         """
         after_pass = isinstance(error, WrongGradients)
         return self._trainer.gradients.submitted or (after_pass and len(self._assignment.mates) > 1)

@@ -6,9 +6,9 @@ Path of the gradient and parameter buckets through the rings:
                              ^                                                 |
                              '------ re-run: REDUCED spans saved, restored ----'
 
-With the distributed optimizer (``Shards``) the ring does only its first half: a sum is REDUCED at the workers that hold
-the part of the optimizer state which it updates, and all others keep their own gradient.  After a death a pull gives
-everything that is REDUCED anywhere to all members, as without the distributed optimizer.
+With the distributed optimizer (``Shards``) the ring stops after the reduce-scatter: a sum is REDUCED only at workers
+that hold the part of the optimizer state which the sum updates, and all other workers keep their own gradient.  After a
+death a pull copies every sum that is REDUCED at some member to all members, as without the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from recover_megatron.workload.grid import Column
 class Gradients:
     """Gradient buckets of this worker, in the order in which every worker of their columns submits them.
 
-    ``parts``: (column, flat tensor) of each.  ``shards``: with the distributed optimizer, the parts of the sum that
-    each worker needs (its own, and those that it shadows); None: every worker needs all.  ``memory``: where sums are
-    saved.
+    ``parts``: (column, flat tensor) of each bucket.  ``shards``: with the distributed optimizer, the parts of the sum
+    that each worker needs (its own, and those that it shadows); None: every worker needs the complete sum.  ``memory``:
+    memory in which sums are saved.
     """
 
     def __init__(
@@ -58,12 +58,15 @@ class Gradients:
             bucket.ledger.clear()
 
     def stream(self, epoch_groups: EpochGroups, live: frozenset[int]) -> None:
-        """Sum each bucket from now on as soon as it and all before it are ready (--overlap-grad-reduce)."""
+        """Sum each bucket from now on as soon as this and all earlier buckets are ready (--overlap-grad-reduce)."""
         self.hold()
         self._stream = epoch_groups, live
 
     def hold(self) -> None:
-        """Submit no bucket until ``reduce``.  None may be under way: all were waited for, or their epoch has ended."""
+        """Submit no bucket until ``reduce``.
+
+        No sum may be under way: the caller has waited for all submitted buckets, or their epoch has ended.
+        """
         self._stream = None
         self._ready = [False] * len(self._parts)
         self._handles, self._next = [], 0
@@ -74,7 +77,7 @@ class Gradients:
         return self._next > 0
 
     def ready(self, number: int) -> None:
-        """Record that bucket ``number`` has the last gradient of this pass; called during the backward pass."""
+        """Record that bucket ``number`` has all gradients of this pass; called during the backward pass."""
         self._ready[number] = True
         if self._stream is None:
             return
@@ -86,9 +89,9 @@ class Gradients:
                 return
 
     def reduce(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
-        """Sum everything that is LOCAL, the tail last; afterwards all of it is REDUCED (with shards: at its holders).
+        """Sum all LOCAL spans, the tail last; afterwards they are REDUCED.  Raises ``EpochRevoked``.
 
-        Raises ``EpochRevoked``.
+        With ``shards`` a span is REDUCED only at the workers that need it.
         """
         if self._stream is None:
             self.hold()
@@ -101,7 +104,7 @@ class Gradients:
         self.hold()
 
     def pull(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
-        """Copy everything that is REDUCED at any member of a column: it is final.  Raises ``EpochRevoked``."""
+        """Copy to this worker every sum that is REDUCED at some member of its column.  Raises ``EpochRevoked``."""
         for column in dict.fromkeys([*self.columns, tail.column]):
             buckets = [bucket for key, bucket in self._parts if key == column]
             if column == tail.column:
@@ -109,7 +112,7 @@ class Gradients:
             epoch_groups.ring(alive(column, live)).pull(buckets)
 
     def save_sums(self) -> list[SavedSums]:
-        """Save copies of the REDUCED spans, while lost microbatches run again into the same buffers."""
+        """Return copies of the REDUCED spans, since lost microbatches will be run into the same buffers."""
         kept: list[SavedSums] = []
         for _, bucket in self._parts:
             kept.append(bucket.save_sums(self._memory, sum(saved.device_bytes for saved in kept)))
@@ -140,7 +143,7 @@ def alive(column: Column, live: frozenset[int]) -> Column:
 
 
 EXTRAS = 64
-"""Room for losses and token counts in the tail."""
+"""Greatest number of losses and token counts in the tail."""
 
 
 class Tail:
@@ -166,8 +169,8 @@ class Tail:
     def fill(self, replica: int, ids: Sequence[int], extras: torch.Tensor, share: float, seconds: float = 0.0) -> None:
         """Set this worker's contribution: the ids of all that it ran, and its extras (float64, flat, at most ``room``).
 
-        ``share``: 1 / number of workers of this column in one replica: their counts add up to one.  ``seconds``: per
-        microbatch of the main pass.  Spans that are REDUCED already are not touched.
+        ``share``: 1 / number of workers of this column in one replica, so that their counts add up to one.
+        ``seconds``: seconds per microbatch in the main pass.  Spans that are REDUCED already are not touched.
         """
         if extras.numel() > self._room:
             raise ValueError(f"the step has {extras.numel()} numbers to log, but the tail has room for {self._room}")
@@ -182,7 +185,10 @@ class Tail:
         saved.restore()
 
     def verify(self) -> dict[int, list[int]]:
-        """Return replica -> ids it counted, by the finished sum.  Raises Disagreement if an id was not counted once."""
+        """Return, from the finished sum, replica -> ids of the microbatches that it ran.
+
+        Raises Disagreement unless every id was counted exactly once.
+        """
         counts, replicas = self.bucket.flat[: 2 * self.total].cpu().view(2, -1).round(decimals=6).tolist()
         wrong = {j: count for j, count in enumerate(counts) if count != 1}
         if wrong:
@@ -214,7 +220,7 @@ class Trainer(Protocol):
     def compute(self, ids: Sequence[int], *, again: bool) -> None:
         """Run these microbatches forward and backward and add their gradients to the buckets, summing nothing.
 
-        ``ids``: for this worker's inner rank.  ``again``: in addition to earlier calls of this step.
+        ``ids``: for this worker's inner rank.  ``again``: True if an earlier call of this step has added gradients.
         """
 
     def settle(self) -> None:
@@ -229,13 +235,13 @@ class Outcome:
     """Result of a committed step: the microbatches that it counted, and the cost of its recovery, if there was one."""
 
     counted: dict[int, list[int]]
-    """Replica -> microbatch ids, from the sum itself."""
+    """Replica -> ids of the microbatches that it ran, from the tail's sum."""
     extras: torch.Tensor
     reran: dict[int, list[int]] = field(default_factory=dict)
     """Replica -> ids that it ran in place of a lost replica."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of the recovery by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker joined it;
-    empty if there was none."""
+    """Seconds of the recovery by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker joined the
+    recovery; empty if there was no recovery."""
     saved_bytes: int = 0
     """Peak device and host memory of the finished sums that were saved during a re-run."""
     speeds: dict[int, float] = field(default_factory=dict)
@@ -267,7 +273,8 @@ class Parameters:
     def gather(self, epoch_groups: EpochGroups, live: frozenset[int], *, again: bool) -> None:
         """Send every part to all members; afterwards the parameters are complete.  Raises ``EpochRevoked``.
 
-        ``again``: some worker may hold parts that an earlier epoch brought; the same at all members.
+        ``again``: True if some worker may hold parts that were gathered in an earlier epoch; all members must pass the
+        same value.
         """
         if again:
             for column in dict.fromkeys(column for column, _ in self._parts):

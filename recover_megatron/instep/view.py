@@ -16,7 +16,7 @@ from recover_megatron.workload.grid import LaunchGrid, Slot
 class View:
     """A worker's view of the run.  Each ``Manager.view`` returns a new one: get it again after a meeting.
 
-    ``groups``, ``quotas`` and ``snapshots`` are handles of objects that keep changing; all else is constant.
+    ``groups``, ``quotas`` and ``snapshots`` refer to objects that keep changing; all other attributes are constant.
     """
 
     worker: int
@@ -30,7 +30,7 @@ class View:
     position: int | None
     """The position for which this worker's model is built; None: it has no model yet."""
     live: frozenset[Slot]
-    """The slots with a worker by ``plan``; the same object as long as the plan is the same."""
+    """The slots that have a worker in ``plan``; the same object as long as the plan is the same."""
     epoch_groups: EpochGroups | None
     quotas: Quotas
     snapshots: SnapshotStore
@@ -46,26 +46,27 @@ class View:
     section: str
     """The kind of the section under way, or of the last one; empty: there was none."""
     joining_next: bool
-    """True if the next step is one that others have begun, or that some workers begin without a state."""
+    """True if other workers have begun the next step already, or if some workers will begin it without a state."""
     verifying: bool
     """True if states are compared before the step of this iteration."""
     in_section_of_others: bool
-    """True if the epoch was formed while others were in a section that comes before the next step."""
+    """True if the epoch was formed while other workers were in a section that comes before the next step."""
 
     orphaned: bool
     """True if this worker's replica is known to be broken."""
     spare_seconds: float
-    """Seconds since this worker lost its place; 0: it has one."""
+    """Seconds for which this worker has had no place; 0: it has a place."""
     counted_on: frozenset[int]
     """The workers that the run counts on."""
     set_aside: frozenset[int]
     """Live workers that were set aside for lateness: they can still be asked for their state."""
     lost: Failure | None
-    """The loss that the last epoch found and for which this worker has met the others."""
+    """The workers found missing when the last epoch was formed, if this worker took part in that rendezvous; else None,
+    also if no worker was missing."""
     whereabouts: Mapping[int, LostWorker]
     """The hosts and devices of the members of the last epoch."""
     term: int
-    """The term of the coordinator that formed the epoch: the same on all of its members."""
+    """The term of the coordinator that formed the epoch: the same on all members of the epoch."""
 
     @property
     def started(self) -> bool:
@@ -84,7 +85,7 @@ class View:
 
     @property
     def groups(self) -> EpochGroups:
-        """Groups of the epoch; only for a worker that has joined one."""
+        """Groups of the epoch; only for a worker that has joined an epoch."""
         assert self.epoch_groups is not None, "this worker has not joined an epoch yet"
         return self.epoch_groups
 

@@ -2,19 +2,19 @@
 
 Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 = replicas * inner ranks data-parallel
 ranks, and stock Megatron deals the ids round-robin: j = n * D0 + r is the n-th microbatch of rank r.  A replica has
-``inner_ranks`` of these ranks; rank r is inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``.  There is one,
-unless experts are spread over data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the
-same time.  So ids move to another replica in rows of ``inner_ranks`` consecutive ids: ids that would have met in the
-experts of a failure-free run still do.
+``inner_ranks`` of these ranks; rank r is inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``.  A replica has
+one inner rank, unless experts are spread over data-parallel ranks; then its inner ranks run in lock-step: all run their
+n-th microbatch at the same time, and these microbatches share the experts.  So ids are given to another replica in rows
+of ``inner_ranks`` consecutive ids: the same microbatches share the experts as in a failure-free run.
 
 An interleaved pipeline schedule sends a *group* of microbatches through a stage's first chunk of layers, then the same
-group through its second chunk, and so on; then comes the next group.  The last group may be smaller, and none smaller
-than ``stages``:
+group through its second chunk, and so on; then comes the next group.  The last group may be smaller than the others,
+but no group may be smaller than ``stages``:
 
     8 microbatches on 4 stages in groups of 4:   4, 4
     9 microbatches                          4:   4, 4, 1   refused: the last group is too small
                                             5:   5, 4
-    7 microbatches                          7:   7         one group always does
+    7 microbatches                          7:   7         a single group of all microbatches is always valid
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def assign(
 ) -> dict[int, list[list[int]]]:
     """Return the ids of an iteration: replica -> inner rank -> ids in running order; each of 0..total-1 exactly once.
 
-    ``counts``: number of microbatches of each replica, over all its inner ranks (see `quotas`).  A replica runs its own
-    nominal ids first, as many as its count allows; then some of the remaining ones, which are dealt in ascending order,
-    a row to each replica in turn.  With the nominal counts on all launch replicas the result is the nominal one.
+    ``counts``: number of microbatches of each replica, over all its inner ranks (see `quotas`).  A replica first runs
+    the ids that it has in a failure-free run, as many as its count allows; then some of the remaining ids, which are
+    dealt in ascending order, a row to each replica in turn.  ``launch_replicas``: number of replicas at launch; if all
+    have equal counts, the result is that of a failure-free run.
 
     Raises ValueError if counts are not multiples of ``inner_ranks`` or do not sum to ``total``, or the total is no
-    multiple of the launch's ranks.
+    multiple of the number of data-parallel ranks at launch.
     """
     ids = distinct(replicas)
     _check_inner_ranks(inner_ranks)
@@ -69,14 +70,14 @@ def reassign(
     speeds: Mapping[int, float] | None = None,
     least: int = 1,
 ) -> dict[int, list[list[int]]]:
-    """Share out the ``lost`` ids: replica -> inner rank -> ids in running order; each exactly once.
+    """Share out the ``lost`` ids, each once; return replica -> inner rank -> ids in running order.
 
-    Minimises the time at which the last replica finishes, max((load + share) / speed).  ``load``: microbatches that
-    each replica has to run before, over all its inner ranks (default: none); ``speeds``: as in `quotas`.  Each share is
-    a multiple of ``inner_ranks`` and at least ``least``, or empty.
+    Minimises the time at which the last replica finishes, max((load + share) / speed).  ``load``: number of
+    microbatches that each replica runs before its share, over all its inner ranks (default: 0); ``speeds``: as in
+    `quotas`.  Each share is a multiple of ``inner_ranks`` and at least ``least``, or empty.
 
-    Raises ValueError for no replicas, a repeated id, a number of ids that is no multiple or too small for one replica,
-    or a negative load.
+    Raises ValueError if there are no replicas, an id is repeated, a load is negative, or the number of ids is no
+    multiple of ``inner_ranks`` or too small for one replica.
     """
     ids = distinct(replicas)
     _check_inner_ranks(inner_ranks)
@@ -93,7 +94,7 @@ def reassign(
 
 
 def _deal(ids: Sequence[int], inner_ranks: int, rows: Mapping[int, int], shares: Mapping[int, list[list[int]]]) -> None:
-    """Add ``ids`` to ``shares`` in rows of ``inner_ranks``, a row to each replica in turn until it has its ``rows``."""
+    """Add ``ids`` to ``shares`` in rows of ``inner_ranks``: a row to each replica in turn until it has its ``rows``."""
     turns = sorted((turn, replica) for replica, count in rows.items() for turn in range(count))
     for number, (_, replica) in enumerate(turns):
         for inner_rank, j in enumerate(ids[number * inner_ranks : (number + 1) * inner_ranks]):
@@ -123,8 +124,8 @@ def runs(count: int, stages: int, group: int) -> bool:
 def group_size(count: int, stages: int, usual: int) -> int:
     """Return the group size for ``count`` microbatches on ``stages`` stages; ``usual``: the user's group size.
 
-    The usual size if possible, else the largest possible below it, else the smallest above it.  Raises ValueError for
-    fewer microbatches than stages.
+    If the usual size is not possible, it is the largest possible size below, else the smallest possible size above the
+    usual size.  Raises ValueError if there are fewer microbatches than stages.
     """
     if not 1 <= stages <= count:
         raise ValueError(f"an interleaved schedule of {stages} stages cannot run {count} microbatches")

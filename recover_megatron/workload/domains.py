@@ -1,10 +1,10 @@
 """Failure domains: workers that may be lost at once, the placement of copies, and the cost of losing a node.
 
-A domain is a unit that fails as a whole: a node, the nodes of a rack or behind a switch.  A worker is in several,
-nested; a replica *touches* every domain that contains any of its workers, and breaks with it.
+A domain is a unit that fails at once: a node, the nodes of a rack or behind a switch.  A worker is in several, nested
+domains; a replica *touches* every domain that contains any of its workers, and breaks if that domain is lost.
 
     ring, two replicas a node     r0 (a)   r1 (a)   r2 (b)   r3 (b)
-    stride 1                      node a has the shards of r0 and their copy on r1
+    stride 1                      node a has the shards of r0 and the copy of these shards on r1: both are lost with it
     stride 2                      r0's copy is on r2, r1's on r3: whichever node is lost, each unit has a live holder
 
 The cost of losing each domain of a launch is known before the start, from sizes and names alone (``domain_losses``).
@@ -25,7 +25,7 @@ Touched = Mapping[int, frozenset[str]]
 """Worker -> the domains that its replica touches."""
 
 _MOST_STRIDES = 64
-"""Number of strides that are tried, in addition to those that lead out of a domain whose workers are consecutive."""
+"""Greatest number of small strides that are tried, in addition to strides that lead out of a domain of neighbours."""
 
 
 def names(node: str, domain: str, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -53,23 +53,26 @@ def touched_by(replicas: Iterable[Sequence[int]], domains: Mapping[int, Sequence
 
 
 def stride_of(ring: Sequence[int], touched: Touched, copies: int, before: int = 1) -> int:
-    """Return the distance between copies of a unit for which the fewest domains contain all copies of a unit.
+    """Return the stride (distance between copies of a unit in the ring) with the fewest domains that have all copies.
 
-    If several are equally good, the smallest, since a finished sum travels that distance; but ``before``, the present
-    one, is kept if it is as good: a change moves every copy.  1 if nothing can be gained.
+    If several strides are equally good, returns the smallest, since a finished sum is sent over that distance; but
+    ``before``, the present stride, is kept if it is as good, since a change moves every copy.
     """
     return _best(ring, touched, copies, before)[0]
 
 
 def fewest_shared(ring: Sequence[int], touched: Touched, copies: int) -> int:
-    """Return the number of domains with all copies of a unit for that stride, summed; without common domains."""
+    """Return the number of domains with all copies of a unit, summed over the units, for the best stride.
+
+    Domains of all workers are not counted.
+    """
     return _best(ring, touched, copies, 1)[1]
 
 
 def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tuple[int, int]:
-    """Return the stride, and the sum for it."""
+    """Return the best stride, and the sum over units of the number of domains that have all copies of a unit."""
     size, copies = len(ring), min(copies, len(ring))
-    everywhere = frozenset.intersection(*(touched[worker] for worker in ring))  # no stride helps against those
+    everywhere = frozenset.intersection(*(touched[worker] for worker in ring))  # no stride helps against their loss
     apart = [touched[worker] - everywhere for worker in ring]
     if copies < 2:
         return 1, _shared(apart, copies, 1)
@@ -88,7 +91,7 @@ def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tu
 
 
 def _shared(apart: Sequence[frozenset[str]], copies: int, stride: int, enough: float = inf) -> int:
-    """Return the number of domains that contain all copies, summed over all units; counted up to ``enough``."""
+    """Return the number of domains that contain all copies of a unit, summed over the units; stops at ``enough``."""
     size, total = len(apart), 0
     for at in range(size):
         common = apart[at]
@@ -172,9 +175,9 @@ class Training:
     instances: int = 1
     """Instances of the distributed optimizer: the number of workers that have each part."""
     memory: bool = False
-    """True if snapshots of such states are kept on other nodes (``workload.snapshots``)."""
+    """True if snapshots of the states are kept in the memory of other nodes (``workload.snapshots``)."""
     checkpoint: bool = False
-    """True if the run goes back to a checkpoint in place if there is no such snapshot."""
+    """True if the run goes back to a checkpoint in place when the state is lost and there is no snapshot."""
     across: bool = False
     """True if a tensor-parallel group may span nodes."""
     blocks: bool = True
@@ -187,37 +190,39 @@ class Loss:
 
     domain: str
     workers: int
-    """Workers lost with it."""
+    """Number of workers lost with the domain."""
     broken: int
-    """Replicas with a worker in it."""
+    """Number of replicas with a worker in the domain."""
     whole: int
-    """Replicas that continue, or that go back; 0: none."""
+    """Number of replicas that continue or, if the state is lost, roll back; 0: none."""
     later: int
-    """Replicas after all remaining workers have formed new ones, building other models where necessary."""
+    """Number of replicas once all remaining workers have formed new ones, with models rebuilt where necessary."""
     lost: str
     """Lost part of the state, as text; empty: no state is lost."""
     back: str = ""
-    """Source of the rollback, with ``whole`` replicas: ``SNAPSHOTS``, ``CHECKPOINT``; empty: no rollback."""
+    """State to which ``whole`` replicas roll back: ``SNAPSHOTS`` or ``CHECKPOINT``; empty: no rollback."""
     waits: bool = False
-    """True if there is such a source, but the remaining workers are too few for a replica."""
+    """True if there is such a state, but the remaining workers are too few for a replica, so they wait for others."""
 
 
 SNAPSHOTS, CHECKPOINT = "snapshots in memory", "the newest checkpoint"
 
 
 def on_nodes(world: int, per_node: int, more: Sequence[Sequence[str]] = ()) -> list[tuple[str, ...]]:
-    """Return the domains of each rank, on nodes of ``per_node`` in order: "node 0", and those of ``more`` by node."""
+    """Return the domains of each rank, with ``per_node`` ranks on a node: "node 0", ..., and the node's in ``more``."""
     nodes = [(f"node {n}", *(more[n] if n < len(more) else ())) for n in range(-(-world // per_node))]
     return [nodes[rank // per_node] for rank in range(world)]
 
 
 def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: int = 0) -> list[Loss]:
-    """Return the loss of each domain, in the order of ranks; ``domains``: by worker, the node first; spares last.
+    """Return the cost of losing each domain, in the order of ranks.
 
-    Replicas with a worker in the domain are broken; their other workers wait as orphans.  Complete replicas continue,
-    if together they hold the complete optimizer state; if none is complete, orphans begin again if every position has
-    one left, and each holds all of its state.  Else the state is lost with the domain, and all go back, if there is a
-    source.
+    ``domains``: for each worker, its domains, the node first; the last ``spares`` workers are spares.
+
+    Replicas with a worker in the domain are broken; their other workers wait as orphans.  Complete replicas continue if
+    together they hold the complete optimizer state.  If none is complete, orphans begin again, if every position has an
+    orphan left that holds all of its position's state.  Otherwise the state is lost with the domain, and all remaining
+    workers roll back, if there is a snapshot or checkpoint.
 
     Raises ValueError if the sizes do not fill the world.
     """
@@ -237,7 +242,7 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
         for name, number in Counter(name for worker in column for name in domains[worker]).items():
             most[name] = max(most[name], number)
             gone[name] += number == len(replicas)
-    # A worker outside of complete replicas has missed the step's update.
+    # Workers of broken replicas miss the step's update, so their shards do not count.
     shared = (
         frozenset.intersection(*(touched[replicas[at][0]] for at in each))
         for each in _copies(training, replicas, touched)
@@ -266,7 +271,10 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
 
 
 def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[frozenset[int]]:
-    """Return the replicas that have each part of a spread optimizer state; columns: see `workload.grid.ring_order`."""
+    """Return the sets of replicas that hold copies of one part of a spread optimizer state.
+
+    Columns are in the order of `workload.grid.ring_order`.
+    """
     if not training.spread:
         return set()
     inside = training.tensor * training.context
@@ -283,7 +291,7 @@ def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[fro
     for positions in every:
         column = [workers[position] for position in positions for workers in replicas]
         if training.instances == 1 and len(column) in known:
-            continue  # its replicas are in the same order
+            continue  # the replicas of this column are in the order of an earlier column
         known.add(len(column))
         found |= {frozenset(of[worker] for worker in each) for each in _holders(training, column, touched)}
     return found
@@ -319,11 +327,12 @@ def drain(
     fewest: int = 1,
     shards: int = 0,
 ) -> Drain:
-    """Decide about the nodes ``wanted``, in this order: accept each if the run can do without it and the accepted ones.
+    """Accept each node of ``wanted``, in this order, if the run can do without it and the nodes accepted before.
 
-    ``nodes``: node of every live worker.  ``replicas``: the complete ones now.  ``fewest``: the number that must
-    remain, without replicas that spares and the healthy workers of the leaving ones may form afterwards.  ``shards``:
-    the number of shards of an optimizer instance, dealt to replicas in turn, if such instances are the only copies.
+    ``nodes``: node of every live worker.  ``replicas``: the complete replicas now.  ``fewest``: number of these that
+    must remain; replicas that spares and the healthy workers of leaving replicas may form later do not count.
+    ``shards``: number of shards of an optimizer instance, dealt to replicas in turn, if such instances are the only
+    copies.
     """
     accepted: list[str] = []
     refused: dict[str, str] = {}

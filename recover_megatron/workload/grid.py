@@ -3,8 +3,9 @@
 A *slot* is a place, named by the id of the worker that had it at launch: slot = replicas[replica][position].  Groups,
 rings and ranks are made of slots, so they keep their names when another worker takes a place.
 
-A run that may grow has slots of further replicas, numbered after those of the launch and empty at first.  Values that
-are divided by a number of replicas (losses, gradients, sample counts) are divided by the launch's, ``launched``.
+A run that may grow also has slots for further replicas, numbered after those of the launch and empty at first.  Values
+that are divided by a number of replicas (losses, gradients, sample counts) are divided by ``launched``, the number at
+launch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LaunchGrid:
         return self.launched * self.size
 
     def with_room_for(self, most: int) -> LaunchGrid:
-        """Return this grid with places for ``most`` replicas in all; those of the launch are always included."""
+        """Return this grid with places for ``most`` replicas in all, but at least for the replicas of the launch."""
         launch = self.replicas[: self.launched]
         more = max(0, most - len(launch))
         first = range(self.world, self.world + more * self.size, self.size)
@@ -102,8 +103,8 @@ Column = tuple[Slot, ...]
 def ring_order(column: Sequence[Slot], grid: LaunchGrid, instances: int = 1) -> Column:
     """Return the slots of a column such that neighbours are in different replicas, if possible.
 
-    The shadows of a worker are then not lost with it when its replica breaks.  With several optimizer instances the
-    holders of one shard are consecutive: a finished sum travels a short way.
+    Then a worker's shadow, on the next worker, is not lost when the worker's replica breaks.  With several optimizer
+    instances the holders of one shard are consecutive, so that a finished sum is sent over a short distance.
     """
     if instances > 1:
         shards = len(column) // instances

@@ -1,25 +1,25 @@
 """Placement: orphans of several broken replicas, and spares, form new replicas.
 
-The workers of a column hold the same parameters, so any live worker of a position can take it in any replica.  A worker
-of another position can, too, once it has built that position's model and received the parameters:
+The workers of a column hold the same parameters, so a live worker can take its position in any replica.  It can take
+another position once it has built that position's model and received the parameters:
 
-    orphans, spares, joiners --assemble--> new replicas, of workers in the needed positions: they compute at once
-                                                                 `----> rebuild: the fewest others that change position
-                                             |   not ready: counted, left alone
+    orphans, spares, newcomers --assemble--> new replicas, of workers in the needed positions: they compute at once
+                                                                 `----> rebuild: the fewest workers change position
+                                             |   not ready: counted, not changed
                                              v
                                         ready at the new position --assemble--> more new replicas
 
 A tensor-parallel group must be on one node (unless ``cross_node``): T workers of a node, one at each position of the
-group, are a **team**, and a replica is one team of each group.  So with all workers ready and free to change position,
-the most replicas that the live workers of the nodes allow are
+group, are a **team**, and a replica is one team of each group.  If all workers are ready and free to change position,
+the live workers of the nodes allow at most
 
     (sum over nodes of live // T) // G              T workers in a team, G teams in a replica
 
-and a new replica formed without changes of position takes exactly G from that sum: forming it now never costs one
-later.
+replicas.  A new replica formed without changes of position takes exactly G from that sum, so forming it now never costs
+a replica later.
 
-Live workers that cannot connect to each other, although others reach both, are not put together: their *edge* is broken
-(``cover``, ``compatible_replicas``, ``connectable``, ``can_connect``).
+If two live workers cannot connect to each other, although other workers reach both, their *edge* is broken, and they
+get no places in the same grid (``cover``, ``compatible_replicas``, ``connectable``, ``can_connect``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shape:
     """True if a tensor-parallel group may span nodes."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the groups have one size and every position exactly once."""
+        """Raise ValueError unless all groups have the same size, and each position is in exactly one group."""
         if self.size < 1 or sorted(p for group in self.tensor for p in group) != list(range(self.size)):
             raise ValueError(f"the tensor groups {self.tensor} do not have each of {self.size} positions once")
         if len({len(group) for group in self.tensor}) > 1 or not all(self.tensor):
@@ -64,11 +64,11 @@ class Candidate:
     fixed: bool = False
     """True if it cannot change position now: its main thread is still busy, or builds a model."""
     ready: bool = True
-    """True if it may be placed now, at its position."""
+    """True if it may be placed now at its position."""
 
     @property
     def movable(self) -> bool:
-        """True if it may build another model; a worker on its way to its position is left alone."""
+        """True if the worker may build the model of another position; not while it is on its way to a position."""
         return not self.fixed and (self.ready or self.position is None)
 
 
@@ -79,14 +79,15 @@ class Placement:
     rebuild: Mapping[int, int]
     """Worker -> position for which it should build its model, for more replicas later; in the order of workers."""
     spares: tuple[int, ...]
-    """Workers without a place now, including those in ``rebuild``, in order."""
+    """Workers without a place now, including the workers in ``rebuild``, ascending."""
 
 
 def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, spares: int = 0) -> int:
-    """Return the number of new replicas of ``size`` workers for a run with ``whole`` ones and ``waiting`` workers.
+    """Return the number of new replicas that a run may have.
 
-    Up to the ``launched`` number all waiting workers may be used.  Beyond it, up to ``most``, only workers that are
-    needed neither for missing replicas nor as ``spares``.
+    ``whole``: number of complete replicas; ``waiting``: number of workers without a place; ``size``: number of workers
+    in a replica; ``launched``: number of replicas at launch.  Up to ``launched`` replicas, all waiting workers may be
+    used; for further replicas, up to ``most``, only workers that are not kept as ``spares``.
     """
     missing = max(0, launched - whole)
     further = max(0, waiting - missing * size - spares) // size
@@ -96,18 +97,18 @@ def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, s
 def assemble(
     whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int, most: int | None = None
 ) -> Placement:
-    """Form new replicas of the ``candidates``, in addition to the ``whole`` ones; and find rebuilds for more of them.
+    """Form new replicas of ``candidates``; and find the workers that must change position for further replicas.
 
-    ``whole``: the ids of the complete replicas; they are left alone.  New ones take the lowest free ids of
-    range(``slots``).  As many are formed as possible of workers that are ready at their own position, at most ``most``
-    (default: as many as there are free ids), which counts those after a rebuild, too.
+    ``whole``: the ids of the complete replicas, which do not change.  New replicas take the lowest free ids of
+    range(``slots``).  As many as possible are formed of workers that are ready at their own position.  ``most``:
+    greatest number of new replicas, including those formed after a rebuild (default: the number of free ids).
 
-    ``rebuild`` leads the remaining workers to as many replicas as possible, with the fewest changes of position as long
-    as no candidate is bound to its own (``fixed``, or not ready).  On each node workers without a model change first,
-    then those at positions with a surplus; among equals the ones with the lowest ids keep their position.
+    ``Placement.rebuild`` lets the remaining workers form as many replicas as possible.  It has the fewest changes of
+    position, if no candidate is bound to its position (``fixed``, or not ready).  On each node workers without a model
+    change first, then workers at positions with a surplus, of which those with the lowest ids keep their position.
 
-    Raises ValueError if a candidate's position is outside of the shape, there are more whole replicas than ``slots``,
-    or the id of one is not in range(``slots``).
+    Raises ValueError if a candidate's position is outside the shape, or the id of a complete replica is not in
+    range(``slots``).
     """
     taken = set(whole)
     if foreign := sorted(taken - set(range(slots))):
@@ -128,7 +129,7 @@ def assemble(
 def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[tuple[int, ...]]:
     """Return the new replicas, at most ``most``, ordered by their lowest workers."""
     ready: dict[int, list[int]] = defaultdict(list)
-    # Workers that cannot move are of less use for replicas that need a rebuild: use them, and teams of them, first.
+    # Workers that cannot change position are less useful for a rebuild: use these workers, and teams of them, first.
     for worker in sorted(candidates, key=lambda worker: (candidates[worker].movable, worker)):
         position = candidates[worker].position
         if candidates[worker].ready and position is not None:
@@ -148,21 +149,21 @@ def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[
 
 
 def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_node: bool) -> list[Team]:
-    """Return all teams of a group, the best to use first; ``columns``: ready workers at each of its positions."""
+    """Return all teams of a group, in the order of use; ``columns``: ready workers at each of the group's positions."""
     by_node: dict[str, list[list[int]]] = defaultdict(lambda: [[] for _ in columns])
     for index, column in enumerate(columns):
         for worker in column:
             by_node[candidates[worker].node][index].append(worker)
     teams = [team for here in by_node.values() for team in zip(*here, strict=False)]
     teams.sort(key=lambda team: (sum(candidates[worker].movable for worker in team), min(team)))
-    if cross_node:  # after those within a node, which take one from every column: that costs no team
+    if cross_node:  # after teams within a node: each team takes one worker of every column, so the number is the same
         used = {worker for team in teams for worker in team}
         teams += zip(*([worker for worker in column if worker not in used] for column in columns), strict=False)
     return teams
 
 
 def _rebuilds(rest: Mapping[int, Candidate], shape: Shape, wanted: int) -> dict[int, int]:
-    """Return worker -> new position, for ``wanted`` more replicas of ``rest`` (in order), or as many as possible."""
+    """Return worker -> new position, so that ``rest`` can form ``wanted`` more replicas, or as many as possible."""
     by_node: dict[str, list[int]] = defaultdict(list)
     for worker, candidate in rest.items():
         if candidate.movable or candidate.position is not None:
@@ -187,7 +188,7 @@ def _holding(workers: Collection[Candidate], size: int) -> Holding:
 
 
 def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> dict[int, int]:
-    """Return worker -> position to build, so that a node of these ``workers`` has these teams of each group."""
+    """Return worker -> new position, so that a node of these ``workers`` has ``teams`` teams of each group."""
     wanted = {position: count for group, count in zip(shape.tensor, teams, strict=True) for position in group}
     standing: dict[int | None, list[int]] = defaultdict(list)
     for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):  # bound workers stay
@@ -198,7 +199,7 @@ def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> d
 
 
 Covered = Counter[tuple[int | None, str]]
-"""(position, node) -> number of spares in it."""
+"""(position, node) -> number of spares at this position on this node."""
 
 
 def build_ahead(
@@ -207,19 +208,20 @@ def build_ahead(
     nodes: Mapping[int, str],
     shape: Shape,
 ) -> dict[int, int]:
-    """Return worker -> position to build its model for, before any worker is lost; in the order of workers.
+    """Return spare -> position for which it builds a model before any worker is lost; in the order of workers.
 
-    A hole is filled at the next boundary only by a worker that is ready at its position.  So spares that are not needed
-    now are distributed over the positions:
+    At the next boundary only a worker that is ready at the position of a lost worker can replace it.  So spares that
+    are not needed now are distributed over the positions:
 
-    alone    a worker that may be in any replica: the risk of a position is its number of workers on other nodes (a loss
-             of its own node would take it, too), and each spare at the position already covers one of them
-    teams    a tensor-parallel group is on one node: a node's spares form as many complete teams as possible, which are
-             spread over the groups, each on another node if there is one
-    the rest of a node covers the node's own workers: at the position with most of them
+    alone    if a spare can replace a worker alone: the risk of a position is the number of its workers on other nodes
+             (a loss of the spare's node would take the spare, too), and each spare at the position offsets one of them
+    teams    if a tensor-parallel group must be on one node: a node's spares form as many complete teams as possible,
+             which are spread over the groups, on other nodes than the group's workers if possible
+    rest     the remaining spares of a node can replace only workers of their own node: they get the position with most
+             workers on that node
 
     ``spares``: all live workers without a place; those that are ready and have no model get a position.  ``replicas``:
-    the workers with a place, by position.  ``nodes``: node of each of those.
+    the workers with a place, by position.  ``nodes``: worker with a place -> its node.
     """
     idle: dict[str, list[int]] = defaultdict(list)
     for worker, spare in sorted(spares.items()):
@@ -239,7 +241,7 @@ def build_ahead(
         for worker in workers:
             here = [position for position in standing if standing[position][node]]
             if not here:
-                break  # of no use as long as the others of a team are missing
+                break  # this node has no worker with a place, and an incomplete team is of no use elsewhere
             best = min(here, key=lambda position: (covered[position, node] - standing[position][node], position))
             found[worker] = best
             covered[best, node] += 1
@@ -249,9 +251,10 @@ def build_ahead(
 def _cover(
     group: Sequence[int], node: str, standing: Mapping[int, Counter[str]], covered: Covered
 ) -> tuple[float, int]:
-    """Return how well spares cover a group of positions against losses on nodes other than ``node``, the least first.
+    """Return how well spares protect a group of positions against losses on nodes other than ``node``; a sort key.
 
-    Among equally covered groups the one with fewer spares on this node is first: they would be lost together.
+    The least protected group is first; of equally protected groups the group with fewer spares on ``node``, since
+    spares of one node are lost together.
     """
     at_risk = min(sum(standing[position].values()) - standing[position][node] for position in group)
     spares = min(sum(count for (p, _), count in covered.items() if p == position) for position in group)
@@ -259,9 +262,9 @@ def _cover(
 
 
 Edge = tuple[int, int]
-"""Two nodes of a graph (workers, or replicas), the lower one first."""
+"""Two nodes of a graph (workers or replicas), the lower number first."""
 EXACT = 16
-"""Number of nodes up to which every set is tried."""
+"""Greatest number of graph nodes with broken edges for which ``cover`` tries every set of nodes."""
 
 
 def edge(one: int, other: int) -> Edge:
@@ -269,7 +272,7 @@ def edge(one: int, other: int) -> Edge:
 
 
 def between(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[Edge]:
-    """Return edges between groups of nodes: broken if the edge of any two of their members is."""
+    """Return the broken edges between groups of nodes: pairs of groups with a broken edge between their members."""
     return {pair for pair in _of_groups(groups, broken) if pair[0] != pair[1]}
 
 
@@ -284,11 +287,11 @@ def _of_groups(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) ->
 
 
 def cover(broken: Collection[Edge]) -> frozenset[int]:
-    """Return the smallest set of nodes (workers, or replicas) without which no broken edge is left.
+    """Return the smallest set of nodes (workers or replicas) without which no broken edge is left.
 
-    Among equally small sets, the one with the most broken edges at its members, then the one with the highest numbers;
-    the order of the edges does not matter.  With up to ``EXACT`` nodes at broken edges all sets are tried; with more,
-    the node with the most remaining edges is taken repeatedly, which gives a small set.
+    Of equally small sets returns the set whose nodes have the most broken edges, then the set with the highest numbers;
+    the order of the edges does not matter.  If up to ``EXACT`` nodes have broken edges, all sets are tried; if there
+    are more, the node with the most remaining edges is added repeatedly, which gives a small set.
     """
     near: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in broken:
@@ -317,9 +320,10 @@ def _greedy(near: Mapping[int, set[int]]) -> frozenset[int]:
 def compatible_replicas(
     whole: Mapping[int, tuple[int, ...]], broken: Collection[Edge]
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[Edge, ...]]]:
-    """Return the replicas that can continue together, and those that cannot, with the edges that are the reason.
+    """Return the replicas that can continue together; and each replica left out -> the broken edges of its workers.
 
-    A replica whose own workers cannot connect to each other is out.  As few of the others as possible are out.
+    A replica whose own workers cannot connect to each other is left out.  Of the other replicas as few as possible are
+    left out.
     """
     torn = inside(whole, broken)
     rest = {replica: workers for replica, workers in whole.items() if replica not in torn}
@@ -343,6 +347,6 @@ def connectable(
 
 
 def can_connect(whole: Mapping[int, Sequence[int]], placement: Placement, broken: Collection[Edge]) -> bool:
-    """Return whether new replicas can join as they are: all can connect, and no worker must build a model first."""
+    """Return whether all workers of the grid with the new replicas can connect, and none must build a model first."""
     grid = {**whole, **placement.replicas}
     return not (placement.rebuild or inside(grid, broken) or between(grid, broken))

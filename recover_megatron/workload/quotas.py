@@ -1,12 +1,13 @@
 """The number of microbatches for each replica: by given speeds (``quotas``), and by measured ones (``Balance``).
 
 All microbatches of an iteration cost the same, so the time of an iteration is that of the slowest replica: ``max(quota
-/ speed)``.  A greedy rule gives the least such maximum: give one unit after the other to the replica that would finish
-it first.  (If there were a better sharing, some replica would have fewer units in it than here; but the greedy rule
-gave it that last unit because no replica could finish one earlier.)
+/ speed)``.  A greedy rule minimises it: give one unit after the other to the replica that would finish it first.
+(Suppose that some replica would have fewer units in a better solution.  The greedy rule gave this replica its last unit
+because no other replica could finish another unit earlier; so the other solution is not better.)
 
-A unit is ``multiple_of`` microbatches: all inner ranks of a replica run the same number.  An interleaved pipeline
-schedule runs no fewer than it has stages (`assign`), so a replica has ``least`` microbatches or none.
+A unit is ``multiple_of`` microbatches, because all inner ranks of a replica run the same number.  An interleaved
+pipeline schedule runs at least as many microbatches as it has stages (`assign`), so a replica has at least ``least``
+microbatches, or none.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ def quotas(
     """Share ``total`` microbatches out: replica id -> quota, in the order of the ids.
 
     The quotas are multiples of ``multiple_of``, zero or at least ``least``, sum to ``total`` and minimise max(quota /
-    speed).  If there are enough, each replica gets some, however slow: otherwise it would never be measured again.
-    Equal finishing times go to the lower id: 32 on 7 replicas is 5, 5, 5, 5, 4, 4, 4.
+    speed).  If there are enough microbatches, each replica gets some, however slow it is: otherwise its speed would
+    never be measured again.  If replicas would finish a unit at the same time, the one with the lower id gets it: 32 on
+    7 replicas is 5, 5, 5, 5, 4, 4, 4.
 
-    ``speeds``: microbatches per second, or anything proportional to it; default: all are equal.  A missing replica
-    counts as a median one.
+    ``speeds``: microbatches per second, or values proportional to that; default: all are equal.  A replica without a
+    speed counts as having the median speed.
 
-    Raises ValueError for no replicas, a repeated one, a total that is negative, no multiple or too small for one
-    replica, or a speed that is not a positive finite number.
+    Raises ValueError if there are no replicas or a repeated replica; if the total is negative, no multiple of
+    ``multiple_of``, or too small for one replica; or if a speed is not a positive finite number.
     """
     ids = distinct(replicas)
     units, fewest = whole_units(total, multiple_of), fewest_units(least, multiple_of)
@@ -52,13 +54,13 @@ def quotas(
 
 
 def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit: int, fewest: int) -> dict[int, int]:
-    """Share out ``units``, to each replica none or at least ``fewest``, so that the last one finishes as early as
-    possible: replica -> units.
+    """Share out ``units`` so that the last replica finishes as early as possible; return replica -> units.
 
-    ``load``, ``speeds``, ``unit``: as for `greedy`.  A replica that cannot finish ``fewest`` units by that time gets
-    none; of the others as few as possible get some.
+    Each replica gets no units, or at least ``fewest``.  ``load``, ``speeds``, ``unit``: as for `greedy`.  A replica
+    that cannot finish ``fewest`` units by the time at which the last replica finishes gets none; of the other replicas
+    as few as possible get units.
 
-    Raises ValueError for fewer than ``fewest`` units, except none.
+    Raises ValueError if ``units`` is above 0 and below ``fewest``.
     """
     if fewest <= 1 or not units:
         return greedy(units, load, speeds, unit)
@@ -69,7 +71,7 @@ def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit
         return (load[replica] + given * unit) / speeds[replica]
 
     def chosen(by: float) -> list[int]:
-        """Return the replicas that run some and finish by then; none if that is too early."""
+        """Return the replicas that get units if all must finish by the time ``by``; empty if that is impossible."""
         room = {}
         for replica in load:
             fits = bisect_right(range(units + 1), by, key=lambda given: ends(replica, given)) - 1
@@ -103,10 +105,10 @@ def greedy(
     *,
     most: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Share out ``units``, one by one, each to the replica that would finish it first: replica -> units.
+    """Share out ``units``, each to the replica that would finish it first; return replica -> units.
 
-    ``load``: the microbatches that each replica has already; ``unit``: microbatches in a unit; ``most``: the limit for
-    each replica's microbatches, together enough for all (default: no limit).
+    ``load``: number of microbatches that each replica has already; ``unit``: number of microbatches in a unit;
+    ``most``: greatest number of microbatches of each replica, in sum enough for all units (default: no limit).
     """
     given = dict.fromkeys(load, 0)
     heap = [
@@ -125,7 +127,7 @@ def greedy(
 
 
 def distinct(replicas: Sequence[int]) -> list[int]:
-    """Return the ids in order.  Raises ValueError if there are none, or a repeated one."""
+    """Return the ids in ascending order.  Raises ValueError if there are no ids, or an id is repeated."""
     ids = sorted(set(replicas))
     if not ids:
         raise ValueError("there are no replicas for the microbatches")
@@ -135,7 +137,7 @@ def distinct(replicas: Sequence[int]) -> list[int]:
 
 
 def whole_units(total: int, multiple_of: int) -> int:
-    """Return ``total`` in units of ``multiple_of``.  Raises ValueError unless it is a whole number >= 0."""
+    """Return ``total`` in units of ``multiple_of``.  Raises ValueError if ``total`` is negative or no multiple."""
     if multiple_of < 1:
         raise ValueError(f"multiple_of is {multiple_of}, not at least 1")
     if total < 0 or total % multiple_of:
@@ -144,9 +146,9 @@ def whole_units(total: int, multiple_of: int) -> int:
 
 
 def known_speeds(ids: Sequence[int], speeds: Mapping[int, float] | None) -> dict[int, float]:
-    """Return the speed of each replica; a missing one counts as the median of the known ones, or 1 if none is known.
+    """Return the speed of each replica; a replica without a speed gets the median speed, or 1 if no speed is known.
 
-    (The same for seconds per microbatch.)  Raises ValueError for a speed that is not a positive finite number.
+    ``speeds`` may also be seconds per microbatch.  Raises ValueError for a speed that is not a positive finite number.
     """
     known = {replica: float(speeds[replica]) for replica in ids if speeds is not None and replica in speeds}
     for replica, speed in known.items():
@@ -157,27 +159,27 @@ def known_speeds(ids: Sequence[int], speeds: Mapping[int, float] | None) -> dict
 
 
 MEMORY = 50
-"""Iterations over which a pace is estimated, at most."""
+"""Greatest number of iterations from which a pace is estimated."""
 DIFFERENCES = 512
-"""Number of differences from which the noise is estimated."""
+"""Greatest number of differences from which the noise is estimated."""
 CONFIRM = 3
-"""Number of measurements needed to know a pace, or a change of it."""
+"""Number of measurements after which a pace, or a change of a pace, counts as known."""
 BAND = 0.05
-"""Paces that differ by less, relatively, count as equal."""
+"""Relative difference from the median pace below which a pace counts as the median pace."""
 SIGMAS = 3.0
-"""Standard errors by which a pace must differ from the median pace."""
+"""Number of standard errors from the median pace below which a pace counts as the median pace."""
 CHANGE = 0.1
-"""Least relative change of a pace."""
+"""Least relative change that counts as a change of a pace."""
 SURPRISE = 2.0
-"""Standard deviations by which each of ``CONFIRM`` consecutive measurements is off after a change of pace."""
+"""Number of standard deviations by which ``CONFIRM`` consecutive measurements must differ for a change of a pace."""
 GAIN = 0.03
-"""Least gain, as part of an iteration's time, for which quotas change; more if the paces are known less well."""
+"""Least gain, as a fraction of an iteration's time, for which quotas change; it is larger if paces are less certain."""
 STEP = 2
-"""Factor by which a quota may change at once."""
+"""Greatest factor by which a quota changes at once."""
 NOISE = 0.02
-"""Least relative noise that is assumed for a measurement."""
+"""Least relative standard deviation that is assumed for a measurement."""
 KNOWN = 10
-"""Number of measurements as which a pace from a plan counts."""
+"""Number of measurements that a pace from a plan counts for."""
 
 _OF_MEDIAN = 1.2533
 """Standard error of a median over the standard error of a mean, for normal noise: sqrt(pi / 2)."""
@@ -196,12 +198,12 @@ class Balance:
     (a warmer room, longer sequences) change nothing.  It is estimated as the median of the measurements since it last
     changed.
 
-    * An outlier does not change it.  ``CONFIRM`` consecutive measurements that are off by more than noise, all to the
-      same side, are a change: earlier measurements are dropped.
-    * A difference within the noise counts as none.  The noise is measured, too: by how much consecutive measurements of
-      one replica differ, over all replicas.
-    * Quotas change if that shortens the iteration by more than ``GAIN`` by these paces, and by more than the standard
-      error of a pace other than the median's; and none by more than a factor of ``STEP`` at once.
+    * One outlier does not change a pace.  If ``CONFIRM`` consecutive measurements differ from it by more than the
+      noise, all in the same direction, the pace has changed, and earlier measurements are dropped.
+    * A difference from the median within the noise counts as no difference.  The noise is estimated from the
+      differences of consecutive measurements of a replica, over all replicas.
+    * Quotas change if, with these paces, that shortens the iteration by more than ``GAIN``, and by more than the
+      standard error of any pace other than the median's.  No quota changes by more than a factor of ``STEP`` at once.
     """
 
     def __init__(self) -> None:
@@ -209,17 +211,17 @@ class Balance:
         """Replica -> logarithms of its measured paces since its pace last changed."""
         self._latest: dict[int, float] = {}
         self._differences: list[float] = []
-        """Differences of consecutive measurements, over all replicas, the latest."""
+        """Absolute differences of consecutive logarithms of a replica, over all replicas, the latest last."""
         self.noise = NOISE
         """The relative standard deviation of one measurement."""
 
     def begin(self, paces: Mapping[int, float]) -> None:
-        """Begin a new plan, with its paces (1.0: the median's); replicas that are not in it are new."""
+        """Begin a new plan with the plan's ``paces`` (1.0: the median's); replicas without a pace are new."""
         self._history = {replica: [math.log(pace)] * KNOWN for replica, pace in paces.items() if pace > 0}
         self._latest, self._differences, self.noise = {}, [], NOISE
 
     def measured(self, seconds: Mapping[int, float]) -> None:
-        """Add one iteration: replica -> seconds per microbatch, without replicas that ran or reported none."""
+        """Add the measurements of one iteration: replica -> seconds per microbatch, without replicas not measured."""
         if not seconds:
             return
         middle = median(seconds.values())
@@ -239,14 +241,14 @@ class Balance:
         return {replica: self._pace(x) for replica, x in self._history.items() if len(x) >= CONFIRM}
 
     def counts(self, current: Mapping[int, int], total: int, *, multiple_of: int = 1, least: int = 1) -> dict[int, int]:
-        """Return the quotas for the next iteration of ``total`` microbatches; ``current``: those of the last one."""
+        """Return the quotas for the next iteration of ``total`` microbatches; ``current``: quotas of the last one."""
         paces = self.paces
         error = max((self._error(self._history[replica]) for replica, pace in paces.items() if pace != 1), default=0.0)
         gain = min(0.5, max(GAIN, error))
         return rebalanced(current, paces, total, multiple_of=multiple_of, least=least, gain=gain)
 
     def _has_changed(self, history: list[float]) -> bool:
-        """Return whether the latest measurements show another pace than the ones before."""
+        """Return whether the latest measurements show another pace than the measurements before."""
         latest, before = history[-CONFIRM:], history[:-CONFIRM]
         if len(before) < CONFIRM:
             return False
@@ -271,13 +273,14 @@ def rebalanced(
     least: int = 1,
     gain: float = GAIN,
 ) -> dict[int, int]:
-    """Return quotas for ``paces``: near those that minimise max(quota * pace), or ``current`` if the gain is too small.
+    """Return quotas closer to those that minimise max(quota * pace); ``current`` if the gain is too small.
 
-    ``current``: the quotas now, which sum to ``total``; each changes by at most a factor of ``STEP``, in units of
-    ``multiple_of``, and stays at least ``least`` if it was above zero; a replica with none may get an even share, if
-    ``least`` is one unit.  ``paces``: time per microbatch, in any unit; a missing replica counts as a median one.
+    ``current``: the present quotas, which sum to ``total``.  Each quota changes by at most a factor of ``STEP``, in
+    units of ``multiple_of``, and stays at least ``least`` if it was above zero.  A replica with quota 0 may get an even
+    share if ``least`` is one unit.  ``paces``: time per microbatch, in any unit; a replica without a pace counts as
+    having the median pace.  ``gain``: least relative gain for which quotas change.
 
-    Raises ValueError if the quotas do not share out ``total`` in such units, or a pace is not positive.
+    Raises ValueError if ``current`` does not share out ``total`` in such units, or a pace is not positive.
     """
     whole_units(total, multiple_of)
     fewest = fewest_units(least, multiple_of)
@@ -291,7 +294,7 @@ def rebalanced(
     best = quotas(total, ids, speeds=speeds, multiple_of=multiple_of, least=least)
     now = max(current[replica] * pace[replica] for replica in ids)
     then = max(best[replica] * pace[replica] for replica in ids)
-    idle = fewest > 1 and not all(current.values())  # a replica with none would need several at once
+    idle = fewest > 1 and not all(current.values())  # a replica with quota 0 would need several units at once
     if then >= now * (1 - gain) or idle:
         return {replica: current[replica] for replica in ids}
     units = {replica: current[replica] // multiple_of for replica in ids}

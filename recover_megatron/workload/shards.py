@@ -1,18 +1,19 @@
 """Shards of a state that is spread over the workers of a column (ZeRO-1), and their shadows.
 
-Megatron cuts every bucket into as many equal *shards* as a column has workers at launch; shard i is updated by worker i
-alone.  Here a shard has a home as long as a worker is in its place; shards without a home are divided among all:
+Megatron cuts every bucket into as many equal *shards* as a column has workers at launch; only worker i updates shard i.
+Here a shard has a *home* as long as some worker is in its place; shards without a home are divided among all workers:
     at launch, 4 workers      0: shard 0      1: shard 1      2: shard 2      3: shard 3
     worker 1 is lost          0: shard 0 +    -               2: shard 2 +    3: shard 3 +
                                  1/3 of 1                        1/3 of 1        1/3 of 1
 
-so a loss moves one shard, not all of them, and a worker that takes the empty place gathers its shard again.  If a
+so a loss moves one shard, not all shards, and a worker that takes the empty place gathers its shard again.  If a
 worker is in a place that did not exist at launch (the run has grown), every bucket is cut again, into as many equal
 parts as there are workers, in the order of the ring.
 
-All elements that a worker *owns* are one unit, named by the worker.  Its *shadows*, the next ones in the ring, keep a
-second copy up to date by doing the same update.  When a worker is lost, the first live shadow is the unit's *primary*,
-which acts for it until the boundary before the next step, where a new layout is made for the present workers.
+All elements that a worker *owns* are one *unit*, named by the worker.  The unit's *shadows*, on the next workers in the
+ring, are kept up to date by the same update.  When the owner is lost, the first live worker with a shadow is the unit's
+*primary*, which acts as the owner until the boundary before the next step, where a new layout is made for the present
+workers.
 
     Layout(e) --a worker is lost---> the same units, other primaries --moves()--> Layout(e')
                                          |
@@ -45,9 +46,9 @@ class Move:
 class Layout:
     """Layout of an optimizer state: the worker that owns each shard, and the workers that hold its shadows.
 
-    ``homes``: for each shard, in Megatron's order, the worker in its place; None: no worker.  ``ring``: all of these
-    workers, and those in places that did not exist at launch, in the order of the ring: the worker ``stride`` places
-    further is the shadow (``domains.stride_of``).
+    ``homes``: for each shard, in Megatron's order, the worker in its place; None: no worker.  ``ring``: these workers,
+    and those in places that did not exist at launch, in ring order: the worker ``stride`` places after a unit's owner
+    holds its shadow (``domains.stride_of``).
     """
 
     homes: tuple[int | None, ...]
@@ -72,23 +73,23 @@ class Layout:
         return replace(self, shadows=0)
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        """Return the workers that have the state of ``unit``: the owner, then its shadows."""
+        """Return the workers that have the state of ``unit``: the owner, then the workers with a shadow."""
         at, size = self._at[unit], len(self.ring)
         return tuple(self.ring[(at + hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
     def held(self, worker: int) -> tuple[int, ...]:
-        """Return the units whose state ``worker`` has: its own, then those that it shadows."""
+        """Return the units whose state ``worker`` has: its own unit, then the units that it shadows."""
         if worker not in self._at:
             return ()
         at, size = self._at[worker], len(self.ring)
         return tuple(self.ring[(at - hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
     def parts(self, unit: int, numel: int) -> list[Part]:
-        """Return the elements that ``unit`` owns of a bucket, ascending: its own shard, its share of shards without a
+        """Return the elements of a bucket that ``unit`` owns, ascending: its shard, and its share of shards without a
         home.
 
-        ``numel``: elements of the bucket.  Shards are equal, or differ by one element if a bucket is not padded; equal
-        parts if some worker of the ring has no home.
+        ``numel``: number of elements of the bucket.  Shards are equal, or differ by one element if a bucket is not
+        padded.  If some worker of the ring has no shard of its own, each unit owns an equal part of the bucket instead.
         """
         at, count = self._at[unit], len(self.ring)
         if len(self._housed) < count:
@@ -109,7 +110,7 @@ class Layout:
 
     @cached_property
     def _shards_of(self) -> dict[int | None, list[int]]:
-        """Unit -> the shards in whose place it is; None: the shards whose place is empty."""
+        """Unit -> the shards whose home is this worker; None -> the shards without a home."""
         found: dict[int | None, list[int]] = {}
         for shard, home in enumerate(self.homes):
             found.setdefault(home, []).append(shard)
@@ -122,7 +123,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Instances:
-    """Layout with several optimizer instances: Megatron itself has each shard in every instance.
+    """Layout with several optimizer instances: every instance has all shards, so the instances are the copies.
 
     ``homes``: for each shard, in Megatron's order, the worker in its place in each instance; None: no worker.  A unit
     is a shard, by its number; its holders are equal, and the first one is the primary.
@@ -160,7 +161,10 @@ AnyLayout = Layout | Instances
 
 
 def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int, stride: int = 1) -> Layout:
-    """Return the layout of ``order``, the present workers in the ring's order; ``places``: worker by shard."""
+    """Return the layout of the present workers.
+
+    ``places``: worker in the place of each shard; None: no worker.  ``order``: the present workers in ring order.
+    """
     return Layout(tuple(places), tuple(order), shadows, stride)
 
 
@@ -175,10 +179,10 @@ def lost(layout: AnyLayout, live: frozenset[int]) -> list[int]:
 
 
 def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], numel: int) -> list[list[Part]]:
-    """Return the parts of a bucket for which each of ``members`` (in the ring's order) acts, ascending and disjoint.
+    """Return, for each of ``members`` (in ring order), the parts of a bucket for which it is the primary.
 
-    ``live``: the members that have been present since the layout was made; the others hold nothing.  Raises ValueError
-    if a unit is lost.
+    Parts are ascending and disjoint.  ``live``: the members that have been present since the layout was made; the other
+    members hold no state.  Raises ValueError if no live worker has a unit.
     """
     found: dict[int, list[Part]] = {worker: [] for worker in members}
     for unit in layout.units:
@@ -190,7 +194,7 @@ def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], nume
 
 
 def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, list[Part]]:
-    """Return unit -> the elements that it owns of ``parts`` (ascending, disjoint) of a bucket, ascending; one pass."""
+    """Return unit -> the elements of ``parts`` of a bucket that it owns; ``parts`` are ascending and disjoint."""
     owners = sorted((start, stop, unit) for unit in layout.units for start, stop in layout.parts(unit, numel))
     found: dict[int, list[Part]] = {}
     at = 0
@@ -205,9 +209,9 @@ def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, lis
 
 
 def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> frozenset[int]:
-    """Return the distances, in the ring of ``members``, from a unit's primary to its other live holders.
+    """Return all distances, in the ring of ``members``, from the primary of a unit to other live holders of the unit.
 
-    Mostly the multiples of the layout's stride; not if members in between hold nothing yet.  ``live``: as for
+    These are multiples of the layout's stride, unless members in between hold no state yet.  ``live``: as for
     ``chunks``.
     """
     at = {worker: number for number, worker in enumerate(members)}
@@ -222,8 +226,8 @@ def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> fro
 def moves(old: AnyLayout, new: AnyLayout, live: frozenset[int], numel: int) -> list[Move]:
     """Return the moves of elements of a bucket from layout ``old`` to ``new``, ordered by (source, target).
 
-    ``live``: workers present since ``old`` was made.  A worker that already has elements, as owner or shadow, receives
-    nothing; the rest comes from the primary.  Raises ValueError if a unit is lost.
+    ``live``: workers present since ``old`` was made.  Elements that a worker already has, as owner or shadow, are not
+    sent to it; other elements come from their primary.  Raises ValueError if no live worker has a unit.
     """
     found = []
     before = sorted((start, stop, unit) for unit in old.units for start, stop in old.parts(unit, numel))

@@ -1,14 +1,14 @@
 """Snapshots of states in other workers' memory: their keepers, their interval, their parts.
 
-A position's state is lost with the last worker that holds it.  If all of these are in one failure domain (in Megatron's
-default order a node has the same stage of every replica), the run needs a copy outside of it:
+A position's state is lost with the last worker that holds it.  If all workers that hold it are in one failure domain
+(in Megatron's default order a node has the same stage of every replica), the run needs a copy outside that domain:
 
     domain a: position 0 of both replicas          domain b: position 1 of both
        giver of 0, keeper of 1         <------->       giver of 1, keeper of 0
 
-A giver keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.  A
-snapshot is made of *parts*: one for each position, and, if the optimizer state is in shards over the replicas, after
-them one for each worker, with the shards for which it is the primary (``part_of``).
+A giver keeps its own copy, too: whichever domain is lost, the other domain has the states of all positions, of one
+iteration.  A snapshot is made of *parts*: first one for each position; then, if the optimizer state is in shards over
+the replicas, one for each worker, with the shards for which this worker is the primary (``part_of``).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from recover_megatron.workload.domains import Touched, fewest_shared, touched_by
 
 FIRST_INTERVAL = 10
-"""Iterations between two snapshots as long as nothing is measured."""
+"""Number of iterations between two snapshots until their cost has been measured."""
 DOMAIN_SECONDS = 5000 * 3600.0
-"""Mean time between losses of a node: between the 6,300 hours of Llama 3's training (419 interruptions in 54 days of
-2,048 hosts) and older clusters."""
+"""Mean seconds between losses of one node: a value between the 6,300 hours of Llama 3's training (419 interruptions in
+54 days of 2,048 hosts) and the hours of older clusters."""
 MOST_SHARE = 0.01
 """Greatest share of an iteration's time that snapshots may take, on average."""
 
 Groups = Mapping[frozenset[str], Sequence[int]]
-"""Domains -> the workers that are in exactly these, ascending."""
+"""Set of domains -> the workers that are in exactly these domains, ascending."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,18 @@ class Spread:
 def copies(
     replicas: Sequence[Sequence[int]], domains: Mapping[int, Sequence[str]], tier: str, spread: Spread | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Return part -> its giver and its keeper, of ``replicas`` (workers by position); empty: no snapshots are wanted.
+    """Return snapshot part -> its giver and its keeper; empty: no snapshots are taken.
 
-    ``domains``: by worker.  ``tier``: "always"; "auto": if the loss of one domain would take all holders of a part of
-    the state, and some worker is outside of it; "off".  ``spread``: None if the optimizer state is not spread.
+    ``replicas``: the workers of each replica by position.  ``domains``: worker -> its domains.  ``tier``: "always";
+    "off"; "auto": only if the loss of one domain would take all holders of a part of the state, and some worker is
+    outside that domain.  ``spread``: None if the optimizer state is not spread.
     """
     workers = [worker for row in replicas for worker in row]
     own = {worker: frozenset(domains.get(worker, ())) for worker in workers}
     columns = list(zip(*replicas, strict=True))
     if tier == "off" or len(workers) < 2:
         return {}
-    everywhere = frozenset.intersection(*own.values())  # a loss of these takes all workers
+    everywhere = frozenset.intersection(*own.values())  # the loss of such a domain takes all workers
     if tier == "auto" and not any(
         frozenset.intersection(*(own[worker] for worker in column)) - everywhere for column in columns
     ):
@@ -73,14 +74,15 @@ def copies(
 
 
 def part_of(worker: int, workers: Sequence[int], positions: int) -> int:
-    """Return the part with the shards of ``worker``, one of ``workers``, which took the snapshot."""
+    """Return the number of the part with the shards of ``worker``; ``workers``: those that took the snapshot."""
     return positions + sorted(workers).index(worker)
 
 
 def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> bool:
-    """Return whether some domain breaks all replicas that hold a shard: workers of broken replicas are out of date.
+    """Return whether the loss of some domain breaks all replicas that hold a shard, and so loses its state.
 
-    ``replicas``: a worker of each, in the ring's order.  If Megatron places the shards: whether it breaks as many.
+    ``replicas``: one worker of each replica, in ring order.  If Megatron places the shards, their holders are not
+    known: returns whether a domain breaks as many replicas as hold a shard.
     """
     broken: dict[str, int] = {}
     for worker in replicas:
@@ -95,9 +97,10 @@ def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> 
 def _column_copies(
     column: Sequence[int], own: Mapping[int, frozenset[str]], groups: Groups, load: dict[int, int]
 ) -> tuple[int, int]:
-    """Return a position's giver and keeper.  The keeper shares as few domains with the giver as any worker.
+    """Return a position's giver and keeper.  The keeper is a worker that shares the fewest domains with the giver.
 
-    Of those workers, the one that keeps least; among equals, one of the same position first: it has the state already.
+    Of these workers the one that keeps the fewest parts is chosen; among equals a worker of the same position, which
+    has the state already.
     """
     giver = min(column, key=lambda worker: (load[worker], worker))
     others, same = _farthest(giver, own, groups), set(column)
@@ -115,7 +118,10 @@ def _farthest(giver: int, own: Mapping[int, frozenset[str]], groups: Groups) -> 
 
 
 def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[int, int]) -> list[tuple[int, int]]:
-    """Return giver and keeper of each worker's shards, which it gives itself; in time nearly linear in the workers."""
+    """Return giver and keeper of each worker's shards: the giver is this worker.
+
+    Takes time nearly linear in the number of workers.
+    """
     queues: dict[tuple[frozenset[str], int | None], list[tuple[int, int]]] = {}
     found = []
     for giver in sorted(own):
@@ -131,7 +137,7 @@ def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[
 
 
 def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) -> int:
-    """Return the worker of ``queue``, a heap, that keeps least and is not ``giver``; outdated loads are corrected."""
+    """Return the worker in the heap ``queue`` that keeps the fewest parts and is not ``giver``; update its loads."""
     skipped = []
     while True:
         known, worker = queue[0]
@@ -147,10 +153,11 @@ def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) ->
 
 
 def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
-    """Return the iterations between two snapshots, by Young and Daly: snapshots then cost as much as iterations rerun.
+    """Return the number of iterations between two snapshots, by the rule of Young and Daly.
 
-    ``cost``: seconds that the training waits for a snapshot; ``behind``: seconds in the background, which should end
-    before the next one; ``iteration``: seconds of an iteration; ``domains``: number of domains that may be lost.
+    With it the snapshots cost as much time as the iterations that are run again after losses.  ``cost``: seconds that
+    the training waits for a snapshot; ``behind``: seconds that a snapshot takes in the background, which should end
+    before the next snapshot; ``iteration``: seconds of an iteration; ``domains``: number of domains that may be lost.
     """
     if iteration <= 0:
         return FIRST_INTERVAL
@@ -159,5 +166,6 @@ def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
 
 
 def needed(kept: int, largest: int) -> int:
-    """Return the host memory, in bytes, of a worker that keeps ``kept`` parts, none above ``largest``: two of each."""
+    """Return the host memory, in bytes, that a worker needs for two snapshots of ``kept`` parts of up to ``largest``
+    bytes each."""
     return 2 * kept * largest

@@ -1,23 +1,23 @@
 """Number of teams of each tensor-parallel group for each node, so that the fewest workers change position.
 
-A node with n workers has room for n // T **teams** (`placement`).  A team costs as many changes as it has positions
-without a worker:
+A node with n workers has room for n // T **teams** of T workers (`placement`).  A team costs as many changes as it has
+positions without a worker:
 
-    positions   0  1 | 2  3        T = 2, G = 2; this node has 5 workers, so room for 2 teams
-    standing    2  1 | 0  1        a team of (0, 1) costs nothing, a second one costs 1 (the worker at 3 moves to 1),
-    unbuilt     1                  one of (2, 3) costs 1 (the worker without a model builds for 2)
+    positions   0  1 | 2  3        T = 2, G = 2 groups; this node has 5 workers, so room for 2 teams
+    standing    2  1 | 0  1        a team of (0, 1) costs 0, a second team of (0, 1) costs 1 (the worker at 3 changes
+    unbuilt     1                  to 1), a team of (2, 3) costs 1 (the worker without a model builds that of 2)
 
 The choice of each node's teams is a transportation problem, solved by cheapest paths: nodes supply room, groups demand
 teams, and the cost of a node's n-th team of a group grows with n.  A group that needs one more team finds
 
     a node with room:   the node forms the team, and the path ends;
-    or a full node:     the node forms the team in place of one of another group, which then needs one more.
+    or a full node:     the node forms the team in place of a team of another group, which then needs one more team.
 
-With the cheapest path, and among those one with the fewest steps, the plan stays the cheapest for the teams that it
-has.  So the result is exact, both in the number of teams and in the changes, as long as all workers may change
-position.  A worker that is **bound** to its position makes room differ by group (it is of use only in the teams of its
-own group), and to pack that exactly is as hard as bin packing; the same paths are then a good greedy rule that passes
-through feasible plans only.
+If each path is the cheapest, and the shortest of the cheapest, the plan stays the cheapest for its number of teams.  So
+the result is exact, both in the number of teams and in the changes, as long as all workers may change position.  A
+worker that is **bound** to its position can be used only in teams of one group, so the room of its node differs by
+group.  An exact packing is then as hard as bin packing; the paths are still a good greedy rule, whose plans are all
+feasible.
 
 Nodes in the same state are interchangeable, so the search is over states, not nodes.
 """
@@ -39,11 +39,11 @@ class Holding:
     """The workers of a node."""
 
     standing: Counts
-    """Number of workers in each position, now or soon without a request."""
+    """Number of workers by position, including workers that are on their way to the position already."""
     bound: Counts
-    """Number of these, by position, that cannot change position."""
+    """Number of the workers in ``standing``, by position, that cannot change position."""
     unbuilt: int
-    """Workers without a position that can take any."""
+    """Number of workers that have no position and can take any."""
 
     @property
     def movable(self) -> int:
@@ -51,12 +51,15 @@ class Holding:
         return self.unbuilt + sum(self.standing) - sum(self.bound)
 
     def room(self, team_size: int) -> int:
-        """Return the number of teams for which the workers suffice."""
+        """Return the number of teams of ``team_size`` workers for which the node has enough workers."""
         return (self.unbuilt + sum(self.standing)) // team_size
 
 
 def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted: int) -> list[Counts]:
-    """Return the number of teams of each group of ``tensor`` on each of ``nodes``: ``wanted`` in all, or fewer."""
+    """Return, for each of ``nodes``, its number of teams of each group of ``tensor``.
+
+    Each group gets ``wanted`` teams in all, or as many as possible.
+    """
     team_size = len(tensor[0])
     wanted = min(wanted, sum(node.room(team_size) for node in nodes) // len(tensor))
     plan = _Plan(nodes, tensor)
@@ -76,7 +79,8 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class _Path:
-    """Path to one more team of the first group: each step is a group, the node's state, and the dropped group."""
+    """Path to one more team of the first group; each step: a group, the state of the node that forms a team of this
+    group, and the group whose team the node drops for it (None: the node has room)."""
 
     cost: float = 0
     steps: tuple[tuple[int, _State, int | None], ...] = ()
@@ -101,12 +105,12 @@ class _Plan:
     nodes: Sequence[Holding]
     tensor: Sequence[Sequence[int]]
     teams: list[Counts] = field(init=False)
-    """The plan, by node."""
+    """Node -> its planned number of teams of each group."""
     kinds: list[Holding] = field(init=False)
     members: dict[_State, list[int]] = field(default_factory=dict)
     """The nodes in each state, a heap."""
     offers: dict[tuple[int, int | None], list[tuple[int, _State]]] = field(default_factory=dict)
-    """(group, dropped group or None) -> a heap of (cost, state).  Offers of states without a node are skipped."""
+    """(group, dropped group or None) -> a heap of (cost, state); entries whose state no node has now are skipped."""
 
     def __post_init__(self) -> None:
         self.teams = [(0,) * len(self.tensor)] * len(self.nodes)
@@ -117,18 +121,18 @@ class _Plan:
                 self._enter(node, _State(kinds[holding], self.teams[node]))
 
     def one_more(self, group: int) -> bool:
-        """Plan one more team of ``group`` in the cheapest way; False: there is none, and the plan is void."""
+        """Plan one more team of ``group`` in the cheapest way; return False, and an invalid plan, if that fails."""
         path = self._cheapest_path(group)
         if path is None:
             return False
         for wants, state, dropped in path.steps:
-            if not self.members[state]:  # used up by an earlier step: only where workers are bound
+            if not self.members[state]:  # an earlier step used the last such node: only possible with bound workers
                 return False
             self._enter(heapq.heappop(self.members[state]), _State(state.kind, _changed(state.teams, wants, dropped)))
         return True
 
     def _cheapest_path(self, group: int) -> _Path | None:
-        """Return the path least in cost, then in steps, with no group twice: rounds of Bellman and Ford."""
+        """Return the cheapest path, of equally cheap paths the shortest, that has no group twice (Bellman-Ford)."""
         direct = self._best_offer(group, None)
         if direct is not None and direct[0] == 0:
             return _Path(groups=(group,)).then(*direct, None)
@@ -152,7 +156,7 @@ class _Plan:
         return heap[0] if heap else None
 
     def _enter(self, node: int, state: _State) -> None:
-        """Move ``node`` to ``state``; if it is the only node there, add its offers."""
+        """Change the state of ``node`` to ``state``; if no other node has this state, add the offers of the state."""
         self.teams[node] = state.teams
         members = self.members.setdefault(state, [])
         heapq.heappush(members, node)
@@ -175,7 +179,10 @@ class _Plan:
         heapq.heappush(self.offers.setdefault((group, dropped), []), (cost, state))
 
     def _next_team(self, have: Counts, teams: Counts) -> Counts:
-        """Return, by group, the positions missing for one team more than ``teams``; ``have``: workers by position."""
+        """Return, by group, how many positions lack a worker for one team more than ``teams``.
+
+        ``have``: number of workers by position.
+        """
         return tuple(sum(have[p] <= teams[group] for p in self.tensor[group]) for group in range(len(teams)))
 
     def _lacking(self, have: Counts, group: int, teams: int) -> int:

@@ -474,7 +474,7 @@ def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_t
     assert (decision.holders, decision.disputed, decision.enough) == ({3: (1,)}, (1, 3), 2)
     strict = decide(5, two, TWO, Rules(strict=True))
     assert strict.enough == 0
-    assert "it is unknown which is right; what was saved since the last comparison may be wrong" in strict.state_lost
+    assert "it is unknown which is right; checkpoints saved since the last comparison may be wrong" in strict.state_lost
 
 
 def test_a_status_is_the_same_after_its_way_through_json() -> None:

@@ -1,5 +1,5 @@
 """Groups that outlive their members: groups of an epoch (`epoch_groups`), and groups inside a replica.
 
-`model_parallel_groups` creates the latter.  A torch `process_group` represents each of the former, and `traffic`
-carries out its operations.  `exchange` is an operation of some workers outside of a decision.
+`model_parallel_groups` creates the groups inside a replica.  `process_group` is the torch group that represents a group
+over replicas, and `traffic` carries out its operations.  `exchange` carries out operations outside of decisions.
 """

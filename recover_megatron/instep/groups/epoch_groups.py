@@ -2,11 +2,11 @@
 
     EpochGroups(n) --ring(), control()--> groups, opened when first used
           |
-          '--end(reason): from any thread; every operation of every group raises EpochRevoked, now and later
+          '--end(reason): from any thread; from now on every operation of every group raises EpochRevoked
                  |
                  '--close(): no operation of this epoch touches a tensor any more; then EpochGroups(n+1)
 
-Healthy replicas continue computing after ``end``: groups inside a replica use nothing of this module.
+Complete replicas continue computing after ``end``, since groups inside a replica use nothing of this module.
 """
 
 from __future__ import annotations
@@ -101,9 +101,10 @@ class EpochGroups:
     _comm_config: CommunicationConfig
     _peer_stores: Mapping[Slot, str]
     all_heard: Callable[[], None] = lambda: None
-    """Waits until all live workers know that this epoch is over: see ``CancelToken``; needed for rings over NCCL."""
+    """Function that waits until all live workers know that this epoch is over (``CancelToken``); rings over NCCL need
+    it."""
     in_touch: Callable[[], None] = lambda: None
-    """Waits until the coordinator has answered: see ``CancelToken``; needed for rings over NCCL, too."""
+    """Function that waits until the coordinator has answered a request (``CancelToken``); for rings over NCCL."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
@@ -111,7 +112,7 @@ class EpochGroups:
     _controls: dict[tuple[str, tuple[Slot, ...]], TreeBackend] = field(default_factory=dict, init=False)
     _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
     _progress: ProgressThread | None = field(init=False)
-    """The one thread that launches for all columns of a GPU; None: over TCP each ring has its own thread."""
+    """The thread that launches the sums of all columns over NCCL; None over TCP, where each ring has its own thread."""
 
     def __post_init__(self) -> None:
         self._cancel_token = CancelToken(self.number)
@@ -127,9 +128,9 @@ class EpochGroups:
         return self._cancel_token.cancelled
 
     def end(self, reason: str | PeerLost) -> None:
-        """Make every operation of this epoch fail, now and later; from any thread.  The first reason is kept."""
+        """Make every present and later operation of this epoch fail; from any thread.  The first reason is kept."""
         self._cancel_token.cancel(reason)
-        if self._progress is not None:  # another thread that ends it may not have cancelled this token yet
+        if self._progress is not None:  # a thread that ends the epoch at the same time may not have reached this token
             self._progress.cancel_token.cancel(str(reason))
 
     def on_end(self, call: Callable[[str], None]) -> None:
@@ -142,7 +143,7 @@ class EpochGroups:
 
     @property
     def lost(self) -> PeerLost | None:
-        """The error and slot with which this worker itself failed; None: no error, or the epoch ended before."""
+        """The error with which an operation of this worker failed; None: none failed before the epoch ended."""
         opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
         return next(filter(None, [self._cancel_token.lost, *(ring.lost for ring in opened)]), None)
 
@@ -158,16 +159,16 @@ class EpochGroups:
             return self._stores[slot]
 
     def open_rings(self, columns: Sequence[Sequence[Slot]]) -> None:
-        """Begin to open the rings of several columns, each in a thread; ``ring`` returns each, once it is open.
+        """Begin to open the rings of several columns, each in a thread; ``ring`` waits until a ring is open.
 
-        NCCL communicators are opened one after the other, in the order of the calls here or of ``ring``: it must be the
-        same at all members, or two would wait for each other.
+        NCCL communicators are opened one after the other, in the order of the calls of this method and of ``ring``.
+        This order must be the same on all workers, or two workers would wait for each other.
         """
         for members in columns:
             self._opening(tuple(members))
 
     def ring(self, members: Sequence[Slot]) -> Group:
-        """Return the gradient ring of these workers, in this order.  All of them must ask.  Raises ``EpochRevoked``."""
+        """Return the gradient ring of ``members``, in this order; all of them must call it; raises ``EpochRevoked``."""
         return self._opening(tuple(members)).result()
 
     def _opening(self, members: tuple[Slot, ...]) -> Future[Group]:
@@ -185,7 +186,7 @@ class EpochGroups:
             opener.join()
         try:
             ring.set_result(self._open_ring(members))
-        except BaseException as error:  # noqa: BLE001  whatever it is, the caller of ``ring`` gets it
+        except BaseException as error:  # noqa: BLE001  the caller of ``ring`` gets every error
             with self._lock:
                 self._rings.pop(members, None)  # a stored error keeps its frames alive, and with them connections
             ring.set_exception(error)
@@ -215,7 +216,7 @@ class EpochGroups:
         return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
     def control(self, name: str, members: Sequence[Slot]) -> TreeBackend:
-        """Return a group of these workers for the small operations between steps; called like ``ring``."""
+        """Return a group of ``members`` for small operations between steps; all of them must call this."""
         key = (name, tuple(members))
         if key not in self._controls:
             self._controls[key] = self._open_control(*key)
@@ -232,7 +233,7 @@ class EpochGroups:
 
     @contextmanager
     def lost_ends_it(self) -> Iterator[None]:
-        """End the epoch if a member is lost, or does not come: raises ``EpochRevoked`` in place of its error."""
+        """End the epoch if the block fails because a member is lost or does not arrive; then raise ``EpochRevoked``."""
         try:
             yield
         except (PeerLost, TimeoutError) as error:
@@ -244,11 +245,14 @@ class EpochGroups:
             raise
 
     def any(self, value: bool, members: Sequence[Slot]) -> bool:
-        """Return whether any of these slots (the whole world, ascending) passes True.  Raises ``EpochRevoked``."""
+        """Return whether any of ``members`` passes True.  Raises ``EpochRevoked``.
+
+        ``members``: all slots with a worker, ascending.
+        """
         return self.most([float(value)], members)[0] > 0
 
     def most(self, values: Sequence[float], members: Sequence[Slot]) -> list[float]:
-        """Return the largest of each number over these slots, in ascending order as for ``any``."""
+        """Return the maximum of each number over ``members``, which are as for ``any``.  Raises ``EpochRevoked``."""
         largest, options = torch.tensor(list(values), dtype=torch.float64), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with self.lost_ends_it():
@@ -259,9 +263,9 @@ class EpochGroups:
     # ---- states
 
     def offer(self, name: str, tree: Any, shared: int = 0) -> Offer:
-        """Offer a tree to others of this epoch, until it is withdrawn, which may be after the epoch's end.
+        """Offer a tree to other members until the offer is withdrawn, which may be after the end of the epoch.
 
-        The n-th ``fetch`` of a name gets the n-th offer of it.  ``shared``: see ``Offer``.
+        The n-th ``fetch`` of a name gets the n-th offer under this name.  ``shared``: see ``Offer``.
         """
         config = self._comm_config
         offer = Offer(tree, shared, LARGE_CHUNK if config.over_nccl else None)
@@ -279,12 +283,12 @@ class EpochGroups:
         progress: Callable[[], None] = lambda: None,
         lost: Callable[[], Collection[Slot]] = tuple,
     ) -> tuple[Any, int]:
-        """Return a tree that these slots offer, and the bytes of its tensors.
+        """Return the tree that ``holders`` offer, and the bytes of its tensors.
 
-        ``by_devices``: from device to device if gradients travel over NCCL; not if the holder waits for the ``Offer``.
-        ``stay``: raises to give up; default: the epoch's end ends the fetch.  No fetch waits for an offer after that
-        end.  ``lost``: returns the dead holders, if the fetch continues after the epoch's end.  Raises what ``stay``
-        raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
+        ``by_devices``: send from device to device if gradients travel over NCCL; must be False if the holder waits for
+        its ``Offer``.  ``stay``: raises to give up; default: the fetch fails when the epoch ends.  In any case a fetch
+        that still waits for an offer fails then.  ``lost``: returns the dead holders, if the fetch continues after the
+        epoch's end.  Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
         key, addresses = self._key(name, giving=False), self._peer_stores
         config = self._comm_config
@@ -299,8 +303,8 @@ class EpochGroups:
         return f"{self.number}/{name}/{self._states[name, giving]}"
 
     def close(self) -> None:
-        """Close all groups; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
-        self.end("closed")  # which ends pending openings, too
+        """End the epoch on this worker, if it has not ended, and close all groups; then none uses the buckets."""
+        self.end("closed")  # this also ends pending openings of rings
         for opener in self._openers:
             opener.join()
         for ring in self._rings.values():

@@ -1,26 +1,28 @@
 """Operations of some workers across replicas, outside of decisions: each done once, whichever workers die.
 
-Only the members of a group take part in its operations, and each group counts its own.  So an interrupted operation
-must not need a meeting of all workers: a worker of another stage may wait for this one inside their replica, and would
-never come.
+Only the members of a group take part in its operations, and each group counts its operations.  So an interrupted
+operation must not need a meeting of all workers: a worker of another pipeline stage may be waiting for this worker
+inside their replica, and would never come to the meeting.
 
     UNDER WAY(epoch) --the operation, then a barrier of the group--> OVER
         |
         '--revoked; rendezvous n is open, no member has joined it-----> ASKED(n) --it is over for a member---> OVER
                                                                          ^  |
-                                     a death opens rendezvous n + 1      |  '--all members here----> UNDER WAY(n)
+                                     a death opens rendezvous n + 1      |  '--over for none-------> UNDER WAY(n)
                                                                          '-----------------------------'
 
-A member past the barrier knows that all have come to it, and so have the result: members that were interrupted in it
-use their own.  If it is over for no member, those that are present repeat it, on the input that each had.  (It may have
-been over for a member that has died since: no worker knows that, and none needs to.)  The lowest live member is the
-leader: it asks all others and publishes the answer on its peer store (``Announcements``).
+If a member is past the barrier, all members have reached the barrier, and so have the result: then a member that was
+interrupted in the barrier uses its own result.  If the operation is over for no member, the present members repeat it,
+each on its original input.  (It may have been over for a member that has died since; no worker needs to know.)  The
+lowest live member is the leader: it asks all other members, and publishes the answer on its peer store
+(``Announcements``).
 
 If two live members cannot reach each other's peer stores, the unreachable member counts as one that has left, and a
-member that cannot reach its leader leaves: its replica is out, and is not formed again over that connection (`edges`).
+member that cannot reach its leader leaves: its replica loses its place, and is not formed again over that connection
+(`edges`).
 
-Meanwhile the open rendezvous waits for this worker, which does not join it before its operation is over.  No cycle of
-waits can arise from that: the operation waits only for what its members would wait for without any death.
+Meanwhile the open rendezvous waits for this worker, which joins it only when the operation is over.  This causes no
+cycle of waits: the operation waits only for what its members would wait for without any death.
 """
 
 from __future__ import annotations
@@ -45,24 +47,24 @@ from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.workload.grid import Slot
 
 Perform = Callable[[TreeBackend, Sequence[Slot]], None]
-"""Carries out the operation on a backend of these slots, and keeps the result."""
+"""Function that carries out an operation on a backend whose members have these slots, and keeps the result."""
 
 ALLOW_SECONDS = 600.0
 """Seconds beyond the hang timeout that a worker may wait in an interrupted operation, while others wait for it at a
-rendezvous: if a worker hangs, it is the one waited for, whose mark has no allowance."""
+rendezvous.  A worker that hangs, and for which it waits, has no such allowance, so it is evicted first."""
 LOOK_SECONDS = 0.005
-"""Seconds between two looks at the answers of peer stores."""
+"""Seconds between two checks for answers of peer stores."""
 
 UNREACHED_SECONDS = 5.0
 RETRY_SECONDS = 0.25
-"""Seconds for which a live member is tried, and seconds between two attempts."""
+"""Seconds between two attempts to reach a live member, which counts as unreachable after ``UNREACHED_SECONDS``."""
 
 GO, UNREACHED = "go", "unreached"
 
 
 @dataclass(eq=False)
 class Exchange:
-    """Exchange of one worker, whose main thread calls ``run``."""
+    """Carries out one worker's operations outside of decisions; the main thread calls ``run``."""
 
     _hooks: Hooks
     _comm_config: CommunicationConfig
@@ -76,10 +78,10 @@ class Exchange:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, label: str, workers: Sequence[Slot], members: Sequence[Slot], perform: Perform) -> None:
-        """Carry out an operation, once, by ``members`` (slots, in rank order) or the live ones of them.
+        """Carry out an operation once, with all ``members`` (slots, in rank order), or with those that remain.
 
         ``label`` and ``workers`` (the slots of the launch) identify the group.  ``perform`` may be called more than
-        once; the result is that of its last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
+        once; its last call that returns gives the result.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
         """
         group = name_of(label, workers)
         operation = self._next(group)
@@ -95,8 +97,8 @@ class Exchange:
     # ---- one operation
 
     def _next(self, group: str) -> str:
-        """Return the operation's name, equal at all members: the last decision begun, and the count on this group
-        since."""
+        """Return the operation's name, equal at all members: the number of the last decision begun, and the number of
+        this group's operations since then."""
         if self._at != self._progress.at:
             self._at = self._progress.at
             self._counts.clear()
@@ -111,14 +113,14 @@ class Exchange:
             backend.call(lambda on: on.barrier(dist.BarrierOptions()))
 
     def _settle(self, group: str, operation: str, members: Sequence[Slot], performed: _Performed) -> None:
-        """Find out, after the epoch has ended in the middle, whether the operation is over; repeat it until it is."""
+        """Find out, after the epoch ended in the middle of the operation, whether it is over; repeat it until it is."""
         assignment, orphan = self._assignment, self._orphan
         self._planner.ask()  # does nothing if the end is known
         tried = assignment.epoch_groups.number
         while True:
             rendezvous, workers = self._await_rendezvous(tried)
             tried = rendezvous
-            orphan.stay()  # its own replica may be the one that is broken
+            orphan.stay()  # this worker's replica may be the broken one
             self._progress.mark(self._progress.phase, waiting=True, allow=ALLOW_SECONDS)
             here = [slot for slot in members if self._counted(slot, workers)]
             addresses = assignment.decision.peer_stores_by_slot(assignment.grid)
@@ -141,7 +143,7 @@ class Exchange:
                     orphan.stay()
 
     def _await_rendezvous(self, after: int) -> tuple[int, frozenset[int]]:
-        """Return the open rendezvous, once there is one beyond ``after``; raises as ``run`` does."""
+        """Wait for a rendezvous after ``after``; return it and its workers; raises as ``run`` does."""
         while True:
             self._orphan.stay()
             if (opened := self._announcements.await_rendezvous(after, 1.0)) is not None:
@@ -155,7 +157,7 @@ class Exchange:
     def _agreed(
         self, peer_stores: _PeerStores, rendezvous: int, group: str, operation: str, members: Sequence[Slot]
     ) -> str:
-        """Return ``OVER``; ``GO`` and the slots that repeat it; or an empty string: a later rendezvous must decide."""
+        """Return ``OVER``; or ``GO`` and the slots that repeat the operation; or "": a later rendezvous must decide."""
         me = self._assignment.slot
         name = key(rendezvous, group, operation)
         self._announcements.here(rendezvous, group, operation)
@@ -179,9 +181,10 @@ class Exchange:
         return found
 
     def _ask(self, peer_stores: _PeerStores, slot: Slot, name: str, rendezvous: int) -> str:
-        """Return the answer of a peer store: the value of ``name``, "left", or empty if that rendezvous is closed.
+        """Return the answer of a member's peer store: the value of ``name``, or "left" if the member has no place.
 
-        ``UNREACHED``: the member lives, but its peer store was not reached for ``UNREACHED_SECONDS``.
+        An empty string: the member is lost, or the rendezvous is closed.  ``UNREACHED``: the member lives, but its peer
+        store was not reached for ``UNREACHED_SECONDS``.
         """
         until, pause = time.monotonic() + UNREACHED_SECONDS, LOOK_SECONDS
         left = left_key(self._assignment.decision.epoch)
@@ -192,7 +195,7 @@ class Exchange:
                         return value
             except PeerLost as lost:
                 if not lost.unreachable:
-                    return ""  # it is lost: the next rendezvous will show it
+                    return ""  # the member is lost: the next rendezvous will show that
                 if time.monotonic() > until:
                     return UNREACHED
                 peer_stores.disconnect(slot)
@@ -202,7 +205,7 @@ class Exchange:
                 return ""
 
     def _repeating(self, rendezvous: int) -> EpochGroups:
-        """Return the groups in which operations are repeated while this rendezvous is open."""
+        """Return the groups in which operations are repeated while ``rendezvous`` is open."""
         if (known := self._announcements.repeating(rendezvous)) is not None:
             return known
         self._announcements.settled()
@@ -217,7 +220,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class _Performed:
-    """An operation, and whether it has produced its result."""
+    """An operation, which remembers whether it has produced a result."""
 
     _perform: Perform
     _done: bool = False
@@ -227,7 +230,7 @@ class _Performed:
         self._done = True
 
     def check(self, group: str) -> None:
-        """Raise Disagreement unless this worker has come to the barrier, as all members must have if it is over."""
+        """Raise Disagreement unless this worker has the result: if the operation is over, all members must have it."""
         if not self._done:
             raise Disagreement(f"an operation of {group} is over for others, but this worker did not take part in it")
 
@@ -241,19 +244,19 @@ class _PeerStores:
     _clients: dict[Slot, PeerStoreClient] = field(default_factory=dict, init=False)
 
     def look(self, slot: Slot, key: str) -> str | None:
-        """Return the value of ``key`` if it has arrived by now, and request it.  Raises ``PeerLost``."""
+        """Request the value of ``key``; return it if it has arrived, else None.  Raises ``PeerLost``."""
         if slot not in self._clients:
             self._clients[slot] = PeerStoreClient(self._addresses[slot], self._secret)
         client = self._clients[slot]
         return client.get(key).decode() if client.check([key]) else None
 
     def ask(self, slot: Slot, key: str) -> None:
-        """Request the value, without waiting."""
+        """Request the value of ``key``, without waiting for it."""
         with suppress(PeerLost):  # raised by ``look``
             self.look(slot, key)
 
     def disconnect(self, slot: Slot) -> None:
-        """Connect again with the next look."""
+        """Close the connection; the next ``look`` opens another."""
         if client := self._clients.pop(slot, None):
             client.close()
 

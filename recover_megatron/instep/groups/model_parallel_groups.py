@@ -2,15 +2,15 @@
 
     created at start-up (by torch) --end()--> every operation fails --rebuild()--> created again, with a new token
 
-NCCL has an abort; gloo has none, but wakes when the connections of a group are shut, so the connections are recorded
-when it is created.  (If gloo misses that, its operation is abandoned: ``guard``.)  A worker that does not get out of
-them exits (``Leaving``).
+NCCL groups can be aborted.  Gloo groups cannot, but their operations fail when the group's connections are shut down,
+so these connections are recorded when a group is created.  (If gloo misses the shutdown, its operation is abandoned:
+``guard``.)  A worker that does not get out of the groups exits (``Leaving``).
 
-No NCCL operation is asked here whether it has succeeded: ``Work.is_completed`` returns True for one that failed, and an
-aborted kernel leaves garbage.  What is computed from it is never sent: the epoch's cancel token is cancelled before any
-group is aborted, and a bucket is sent to the others only if it was computed before that (`collectives.device`,
-``DeviceStream``).  The mates that shared an aborted kernel have garbage, too: so their tokens are cancelled before, as
-well (``CancelToken.all_heard``).
+NCCL's report that an operation has succeeded is not used: ``Work.is_completed`` returns True for a failed operation,
+and an aborted kernel leaves garbage.  Results computed from garbage are never sent: the epoch's cancel token is
+cancelled before any group is aborted, and a bucket is sent to other replicas only if it was computed before that
+(`collectives.device`, ``DeviceStream``).  Model-parallel peers that share an aborted kernel have garbage, too, so
+their tokens are cancelled before the abort, as well (``CancelToken.all_heard``).
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _CALLS = (
 """Source files of frames in calls that wait for a group or for the device."""
 
 Calls = frozenset[tuple[int, int]]
-"""Identities of calls; each stays the same as long as a thread is in the call."""
+"""Identities of calls in threads; an identity does not change while its thread is in the call."""
 
 
 def calls_under_way() -> Calls:
-    """Return the calls on groups and the device in which the main thread, or a thread of its backward pass, is."""
+    """Return the calls on groups or the device that the main thread or a thread of the backward pass is in."""
     main = threading.main_thread().ident
     frames = {thread: _waiting(frame) for thread, frame in sys._current_frames().items()}
     return frozenset(
@@ -72,7 +72,7 @@ def calls_under_way() -> Calls:
 
 
 def _waiting(frame: FrameType) -> FrameType:
-    """Return the frame itself or, for a thread that waits for another one, the frame that waits."""
+    """Return ``frame`` or, if it is inside ``threading``, the frame that called ``threading`` to wait."""
     while frame.f_globals.get("__name__") == "threading" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -95,18 +95,18 @@ class Leaving:
 
         begin --> WAITING until all have heard --> ABORTING --every abort has returned--> AWAITING the main thread
                      '--out of the run: over                   |                               |   '--left()--> over
-                                                               |--one raises                   |
-                                   LEAVE_SECONDS are over for--'  in one call of a group for --'
+                                                               |--an abort raises              |
+                               aborts last for LEAVE_SECONDS --'  in one call for LEAVE_SECONDS'
                                                                '-------------------------------'--> exit code 1
 
     An abort may wait for a lock that a torch call holds, or for a kernel of another communicator of the device that is
-    aborted next: so all aborts start at once, each in its own thread, and this thread waits for all.  A main thread
-    that computes is waited for (as long as `spare` does).  Time is counted in looks, not by the clock: a process that
-    was stopped meanwhile has not used it.
+    aborted next.  So all aborts start at once, each in its own thread, and this thread waits for all of them.  It also
+    waits while the main thread computes (`spare` limits that time).  Time is counted in checks, not by the clock, so
+    that time in which the process was stopped does not count.
 
-    ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: as for ``CancelToken``; a worker
-    out of the run aborts nothing: its process exits.  ``cuda``, ``where``, ``end`` and ``look`` (seconds between two
-    looks): for tests.
+    ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: as for ``CancelToken``; if this
+    worker is out of the run, nothing is aborted, since its process exits.  ``cuda``, ``where``, ``end`` and ``look``
+    (seconds between two checks): for tests.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Leaving:
     def _aborted(self, error: BaseException | None) -> None:
         with self._changed:
             self._aborting -= 1
-            if error is not None:  # whatever it is: the state of the communicator is unknown now
+            if error is not None:  # after any error the state of the communicator is unknown
                 self._failed = self._failed or f"an abort failed: {type(error).__name__}: {error}"[:500]
             self._changed.notify_all()
 
@@ -184,11 +184,11 @@ MEET_SECONDS = 60.0
 
 
 class ModelParallelGroups:
-    """Records the groups of one worker's replica as they are created, and ends them all.
+    """Records the groups inside one worker's replica as they are created, ends them, and creates them again.
 
     ``ports``: ports of the rendezvous store, which other workers need, and of coordinators, which this worker needs;
-    connections from or to them are left alone.  ``device``: of the groups over NCCL.  ``make_nccl``: creates such a
-    group; ``leaving``: gets this worker out of groups.
+    connections from or to these ports are never shut.  ``device``: device of the groups over NCCL.  ``make_nccl``:
+    creates a group over NCCL; ``leaving``: creates the ``Leaving`` thread.
     """
 
     def __init__(
@@ -206,16 +206,16 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Connections of groups during whose creation another thread opened some, too: gloo leaves those open."""
+        """Connections of groups during whose creation another thread opened connections, which gloo never closes."""
         self._shut = set[Identity]()
-        """Connections that ``end`` has shut, and gloo may not have closed yet."""
+        """Connections that ``end`` has shut, and that gloo may not have closed yet."""
         self._settled = True
         self._groups: list[SwappableGroup] = []
         self._gloo: GlooGroups | None = None
-        """The present groups over gloo, if they were created again."""
+        """The present groups over gloo, if ``rebuild`` has created them; None: torch created them at start-up."""
         self._cancel_token = CancelToken(0)
         self.guard = AbortableWorks(self._cancel_token)
-        """Guard of the present groups: an operation that waits in gloo for a lost worker is abandoned."""
+        """Guard of the present groups, which abandons an operation that waits in gloo for a lost worker."""
         self._store: PeerStoreClient | None = None
         self._lock = threading.Lock()
         self._ended = False
@@ -241,7 +241,7 @@ class ModelParallelGroups:
         for descriptor, identity in open_sockets().items():
             if identity not in before:
                 self._note(descriptor)
-        if len(self._sockets) - noted >= group.size():  # gloo has one for each other member
+        if len(self._sockets) - noted >= group.size():  # more than gloo's: it has one connection per other member
             self._mixed += self._sockets[noted:]
             del self._sockets[noted:]
         return group
@@ -262,10 +262,11 @@ class ModelParallelGroups:
                 self._sockets.append(sock)
 
     def end(self, all_heard: Callable[[], None] = lambda: None) -> None:
-        """Make every operation of these groups fail, here and, for gloo, at the other ends; from any thread, once.
+        """Make every operation of these groups fail on this worker and, for gloo, on its peers; from any thread, once.
 
-        ``all_heard``: as for ``CancelToken``, of the last epoch in which they were used; default: no other worker used
-        them.  The main thread calls ``left`` once it is out of them; else this process exits.
+        ``all_heard``: as for ``CancelToken``, for the last epoch in which the groups were used; default: no other
+        worker used them.  The main thread must call ``left`` once it is out of all calls of the groups; if it stays in
+        a call, this process exits.
         """
         with self._lock:
             if self._ended:
@@ -275,7 +276,7 @@ class ModelParallelGroups:
             nccl, self._nccl = self._nccl, []
             cancel_token, gloo = self._cancel_token, self._gloo
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
-            # Before the token releases any operation: data that a mate sends later must not reach its tensors.
+            # Shut before the token releases any operation: data that a peer sends later must not reach its tensors.
             self._shut |= shut(sockets)
             shut(self._mixed)
             self._settled = False
@@ -286,9 +287,9 @@ class ModelParallelGroups:
         leaving.begin()
 
     def left(self) -> None:
-        """Report, in the main thread, that it is out of all calls of ended groups, and makes none before ``rebuild``.
+        """Record that the main thread, which calls this, is out of all calls of ended groups until ``rebuild``.
 
-        Returns when no gloo thread writes to a tensor any more.  Terminates the process if gloo does not get there.
+        Returns when no gloo thread writes to a tensor any more; terminates the process if gloo does not stop in time.
         """
         self._settle()
         with self._lock:
@@ -319,9 +320,9 @@ class ModelParallelGroups:
     def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
         """Create all kept groups of several workers, and placeholders, again among the present workers of ``replica``.
 
-        Groups that still exist are of a worker that has built its model alone: a worker with mates ended them when it
-        left.  The new groups outlive the epoch; only during their creation does its end end them.  Raises
-        ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
+        Old groups are ended if they still exist, which happens only after a worker has built its model alone.  The new
+        groups outlive the epoch; but if the epoch ends during their creation, they are ended.  Raises ``EpochRevoked``,
+        ``PeerLost`` and ``TimeoutError``.
         """
         self.end()
         self.left()
@@ -348,7 +349,7 @@ class ModelParallelGroups:
         backends: dict[str, Any] = {}
         before = self._gloo
         if named:  # also a group of one worker, if it is a placeholder
-            # All or none: if this raises, every group still is the ended one.
+            # If this raises, no group has been replaced: all are still the ended ones.
             me = groups[0].positions[groups[0].at]
             self._gloo = GlooGroups(me, named, store, cancel_token, ring=prefix, host=host)
             backends = self._gloo.backends
@@ -362,7 +363,7 @@ class ModelParallelGroups:
     def _meet(
         self, groups: Sequence[SwappableGroup], prefix: str, cancel_token: CancelToken, store: dist.Store
     ) -> None:
-        """Wait until all workers of the replica are here: no token ends a wait for a peer in NCCL."""
+        """Wait until all workers of the replica have arrived, since no token can end a wait for a peer inside NCCL."""
         store.set(f"{prefix}/here/{groups[0].positions[groups[0].at]}", "1")
         for position in sorted({position for group in groups for position in group.positions}):
             await_key(store, f"{prefix}/here/{position}", cancel_token, MEET_SECONDS)
@@ -374,6 +375,6 @@ class ModelParallelGroups:
             if self._ended:
                 raise PeerLost("the replica broke while its groups were created")
             group = self._make_nccl(store, name, rank, size, device, options)
-            self._nccl.append(group)  # before it waits for others: ``end`` may have to abort it
+            self._nccl.append(group)  # before the group waits for other workers: ``end`` may have to abort it
         connect(group, device)
         return group

@@ -1,8 +1,9 @@
 """A torch process group that outlives its members: the object stays, its members are those of the present epoch.
 
-Megatron keeps groups in a hundred places.  Those that span replicas (data-parallel ones and the default group) are
-replaced, once, by ``EpochGroup``: their users need not be notified when workers are lost.  Its ``size`` and ``rank``
-count the workers that have a place now.  The effect of an operation depends on the state of the training: `traffic`.
+Megatron keeps groups in a hundred places.  Groups that span replicas (data-parallel groups and the default group) are
+replaced once by an ``EpochGroup``, so that their users need not be notified when workers are lost.  The ``size`` and
+``rank`` of an ``EpochGroup`` count only workers that have a place now.  The effect of an operation depends on the state
+of the training: `traffic`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from recover_megatron.workload.grid import Slot
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> None:
-    """Write the result of gathering alone: the own part at its place."""
+    """Write ``source`` at each of ``places`` in ``target``: the result of a gathering without other workers."""
     for at in places:
         target.view(-1)[at * source.numel() : (at + 1) * source.numel()].copy_(source.reshape(-1))
 
 
 class EpochGroup(dist.ProcessGroup):
-    """A group over replicas.  ``workers``: slots, in rank order; ``original``: torch's group of the launch (None if
-    this worker was not launched with it: ``Mode.STARTING`` does not apply).  ``places``: these slots, and those of the
-    replicas to which the run may grow.
+    """A group over replicas.  ``workers``: the members' slots at launch, in rank order.  ``original``: torch's group of
+    the launch; None on a worker that was started later, which is never in ``Mode.STARTING``.  ``places``: the slots
+    ``workers``, and those of the replicas to which the run may grow.
 
-    ``mates``: another group that carries messages inside the replica, and the slots of its members in rank order.
+    ``mates``: None, or a group that carries messages inside the replica, and its members' slots in rank order.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class EpochGroup(dist.ProcessGroup):
     # ---- members
 
     def among(self, live: frozenset[Slot]) -> tuple[Slot, ...]:
-        """Return the slots in ``live``; cached for the last ``live``: Megatron often asks for sizes."""
+        """Return the group's slots in ``live``; cached for the last ``live``, since Megatron often asks for sizes."""
         if self._among[0] is not live:
             self._among = live, tuple(slot for slot in self.places if slot in live)
         return self._among[1]
@@ -77,7 +78,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def _own_places(self) -> Sequence[int]:
-        """Places of this worker's part in a gathering without others; all places while it builds its model alone."""
+        """Places of this worker's part in a gathering without other workers; all places before it has joined a run."""
         return range(self.size()) if self._traffic.recovery is None else [self.rank()]
 
     def name(self) -> str:
@@ -87,7 +88,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Name other than the original's, by which torch's functional collectives would find the launch's group."""
+        """Name of the group; not the original's, with which torch's functional collectives would find the original."""
         return f"recover {name_of(self.label, self.workers)}"
 
     def getGroupName(self) -> str:
@@ -139,7 +140,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(lambda on, among: on.reduce(tensors, among.to_root(opts, root)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Gather; the places of members that are lost in the middle are left unchanged."""
+        """Gather; the outputs of members that are lost during the operation are left unchanged."""
 
         def start(on: Any, among: Among) -> Any:
             return on.allgather([among.pick(output) for output in outputs], inputs, opts or c10d.AllgatherOptions())
@@ -152,7 +153,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(start, alone)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
-        """Gather into one tensor; as ``allgather``."""
+        """Gather into one tensor, otherwise as ``allgather``."""
 
         def start(on: Any, among: Among) -> Any:
             options = opts or c10d.AllgatherOptions()
@@ -230,10 +231,10 @@ class EpochGroup(dist.ProcessGroup):
         self.barrier()
 
     # Point-to-point messages stay inside a replica (an interleaved pipeline of two stages sends them over the default
-    # group): torch's own group carries them, whatever the mode, under the ranks of the launch, or ``mates`` does.
+    # group).  In every mode ``mates`` carries them or, without it, torch's own group, with the ranks of the launch.
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make gloo's messages over torch's own group end with ``guard``'s token."""
+        """Make messages over torch's own group fail, if it uses gloo, when the token of ``guard`` is cancelled."""
         self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
 
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
@@ -254,7 +255,7 @@ class EpochGroup(dist.ProcessGroup):
 
 
 def _of_original(name: str) -> Callable[..., None]:
-    """Return a method of torch groups that concerns only the group of the launch, if there is one."""
+    """Return a method that calls method ``name`` of the original group, if there is one; else it does nothing."""
 
     def method(self: EpochGroup, *args: Any) -> None:
         if self._original is not None:
@@ -268,7 +269,7 @@ for _name in ("set_timeout", "_set_default_timeout", "shutdown", "abort"):
 
 
 def _not_carried(name: str) -> Callable[..., Any]:
-    """Return a method of torch groups that the recovery cannot carry out: at start torch's own, then an error."""
+    """Return a method for an unsupported operation: it calls torch's method while the run starts, and later raises."""
 
     def method(self: EpochGroup, *args: Any, **kwargs: Any) -> Any:
         if self._traffic.mode is Mode.STARTING:
@@ -318,9 +319,10 @@ def register_new(group: dist.ProcessGroup, slots: tuple[Slot, ...], backend: str
 
 
 def renumber(ranks: dict[Slot, int]) -> None:
-    """Rewrite torch's map from global ranks to group ranks: ``ranks``: slot -> new global rank.
+    """Rewrite torch's map from global ranks to group ranks; ``ranks``: slot -> new global rank.
 
-    Slots without one keep a rank that no worker uses, so that the groups of a broken replica stay well-formed.
+    In groups inside a replica, slots without a new rank get a rank that no worker uses, so that the groups of a broken
+    replica stay well-formed.
     """
     world = c10d._world
     for group, known in list(world.pg_group_ranks.items()):

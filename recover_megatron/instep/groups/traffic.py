@@ -1,19 +1,21 @@
 """Operations on groups that span replicas: their effect depends on the state of the training (``Mode``).
 
 STARTING    before the first epoch: torch's own group
-ALONE       while a worker builds its model, or takes a place again: nothing is sent, its own data is the result
-STEP        inside a training step, which sums the gradients across replicas itself: operations known to be covered
-            by that are not sent, and any other ends the run
-SECTION     inside a section: a group of the epoch; a revoke raises EpochRevoked ...
-DEFERRED    ... or, in a section whose workers depend on each other inside their replica (evaluation), lets the rest
-            of the section run with local data; its end raises
-OPEN        anywhere else: the group's members carry it out once; if some die, the remaining ones (`exchange`)
+ALONE       while a worker builds its model, or takes a place again: nothing is sent, the worker's own data is the
+            result
+STEP        inside a training step, which sums the gradients across replicas itself: operations whose purpose this sum
+            fulfils are not sent, and any other operation ends the run
+SECTION     inside a section: a group of the epoch; a revoke raises EpochRevoked
+DEFERRED    as SECTION, but for a section whose workers depend on each other inside their replica (evaluation): after a
+            revoke the rest of the section runs with local data, and EpochRevoked is raised at the section's end
+OPEN        anywhere else: the group's members carry out the operation once; if some members die, the remaining members
+            carry it out (`exchange`)
 
-If no other worker comes to the operation, for example in a signal handler, at most this worker is affected
-(`out_of_turn`).
+If no other worker calls the operation, for example because it is called in a signal handler, at most this worker is
+affected (`out_of_turn`).
 
-``Among`` names the members that carry it out, of those that the caller counts on; ``caller`` finds the calling code;
-``Staged`` holds the tensors on which it is carried out.
+``Among`` names the members that carry out an operation, of those that the caller counts on; ``caller`` finds the code
+that called it; ``Staged`` holds the tensors on which it is carried out.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.workload.grid import Slot
 
 IN_PLACE = ("allreduce", "reduce", "broadcast")
-"""Operations that read the tensors that they write.  All others write their first argument and read their second."""
+"""Operations that read the tensors that they write.  Other operations write the first argument and read the second."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -52,16 +54,16 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Staged:
-    """Tensors of one operation, and the host copies on which it is carried out in their place.
+    """Tensors of one operation, and their host copies, on which the operation is carried out.
 
         to(backend) --the operation--> wait --bring_back()--> the tensors have the result
-                                         '--revoked--> they are unchanged
+                                         '--revoked--> the tensors are unchanged
 
-    An in-place operation overwrites its input, and an interrupted one has overwritten a part of it; it may have to be
-    carried out again.  GPU tensors are copied, too: they are small, and the operation needs them on the host.
+    Inputs of in-place operations are copied, because an interrupted operation may have overwritten a part of its input,
+    and must be repeated.  GPU tensors are copied, too: they are small, and the operation needs them on the host.
 
-    ``away``: tensors that are copied in any case.  ``every_result``: results that are no input are written only by
-    ``bring_back``, too: if fewer workers repeat the operation, no data of the others is left.
+    ``away``: returns True for a tensor that is copied in any case.  ``every_result``: True if other results, too, are
+    written only by ``bring_back``, so that an operation repeated by fewer workers leaves no data of the first attempt.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Staged:
         """Inputs that ``bring_back`` overwrites."""
 
     def to(self, backend: Any) -> Any:
-        """Wrap the backend for one operation.  Forgets the results of the last one, if there was one."""
+        """Wrap the backend for one operation, and forget the results of the last operation."""
         self._on, self._copies, self.spoiled = backend, [], []
         return self
 
@@ -101,7 +103,10 @@ class Staged:
                 original.copy_(copy)
 
     def _copied(self, value: Any, shared: Callable[[torch.Tensor], bool], written: bool) -> Any:
-        """Return ``value`` with copies of tensors that are away or, if ``written``, also read (shared)."""
+        """Return ``value`` with host copies in place of its tensors where the class's rules require copies.
+
+        ``shared``: returns True for a tensor that the operation also reads; ``written``: True if it writes ``value``.
+        """
         if isinstance(value, (list, tuple)):
             return [self._copied(item, shared, written) for item in value]
         if not isinstance(value, torch.Tensor):
@@ -122,10 +127,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Among:
-    """Members that carry out an operation on a group, of those that its caller counts on.
+    """Members that carry out an operation on a group, among those that its caller counts on.
 
-    If some are lost in the middle of the operation, the others carry it out, and everything that is given by rank stays
-    at the rank that the caller knows.  Slots, in rank order: ``present`` of those ``expected`` by the caller.
+    If members are lost in the middle of the operation, the remaining members carry it out, and all data by rank keeps
+    the rank that the caller knows.  ``expected``: slots of the members that the caller counts on, in rank order;
+    ``present``: the slots of these that carry out the operation.
     """
 
     expected: tuple[Slot, ...]
@@ -136,7 +142,7 @@ class Among:
         return len(self.present) == len(self.expected)
 
     def pick(self, by_rank: Sequence[T]) -> list[T]:
-        """Return the entries of present members from a sequence by rank."""
+        """Return the entries of present members from a sequence with one entry for each expected rank."""
         return [by_rank[self.expected.index(slot)] for slot in self.present]
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -144,7 +150,10 @@ class Among:
         return self.pick(whole.view(-1).chunk(len(self.expected)))
 
     def from_root(self, options: Any, of_caller: int) -> Any:
-        """Return ``options`` for an operation that sends the data of rank ``of_caller``; Disagreement if it is lost."""
+        """Return ``options`` for an operation that sends the data of the caller's rank ``of_caller``.
+
+        Raises Disagreement if the worker at this rank is lost.
+        """
         slot = self.expected[of_caller]
         if slot not in self.present:
             raise Disagreement(f"the worker in slot {slot} died while it sent data to the others between two steps")
@@ -152,7 +161,10 @@ class Among:
         return options
 
     def to_root(self, options: Any, of_caller: int) -> Any:
-        """Return ``options`` for an operation with a result for rank ``of_caller``, if lost for another member."""
+        """Return ``options`` for an operation with a result for the caller's rank ``of_caller``.
+
+        If the worker at this rank is lost, another member gets the result.
+        """
         slot = self.expected[of_caller]
         options.rootRank = self.present.index(slot) if slot in self.present else 0
         return options
@@ -165,7 +177,7 @@ _BETWEEN = ("recover_megatron", "torch", "typing_extensions", "functools", "cont
 
 @dataclass(frozen=True)
 class Caller:
-    """A place in a program, and its operation on a group (the method of the group that torch called)."""
+    """A place in a program that calls an operation on a group; ``operation``: the group's method that torch called."""
 
     module: str
     function: str
@@ -178,7 +190,7 @@ class Caller:
 
 
 def caller() -> Caller:
-    """Return the caller of the present operation on a group: the recovery knows some, an error names the place."""
+    """Return the code that called the present operation on a group: for rules about known callers, and for errors."""
     frame, operation = sys._getframe(1), ""
     while frame.f_back is not None and _module(frame).partition(".")[0] in _BETWEEN:
         if _module(frame) == _GROUPS:
@@ -227,22 +239,22 @@ def _call(made: Caller, group: OverReplicas) -> str:
 
 
 Operation = Callable[[Any, Among], Any]
-"""Starts one collective on a backend whose members are those present; returns its work."""
+"""Function that starts one collective on a backend of the present members, and returns the collective's work."""
 
 
 @dataclass(eq=False)
 class Traffic:
-    """Carries out the operations of one worker's groups over replicas; ``slot``: its slot, now or later."""
+    """Carries out the operations of one worker's groups over replicas; ``slot``: its slot until it has a place."""
 
     slot: Slot
     mode: Mode = Mode.STARTING
     _known: Callable[[Caller], bool] = lambda caller: False
-    """Return whether the step has already done the purpose of an operation inside it."""
+    """Return whether the step itself already fulfils the purpose of an operation that is called inside it."""
     _averages: Callable[[Caller], bool] = lambda caller: False
-    """Return whether an operation averages over replicas a value that each has for one microbatch.
+    """Return whether an operation averages over replicas a value of one microbatch.
 
-    Replicas may run different numbers of them. A worker keeps its own value; the mean over all microbatches comes
-    later.
+    Replicas may run different numbers of microbatches, so the worker keeps its own value, and the mean over all
+    microbatches is computed later.
     """
     recovery: Recovery | None = field(default=None, init=False)
 
@@ -255,7 +267,7 @@ class Traffic:
             self.mode = before
 
     def members(self, group: OverReplicas) -> tuple[Slot, ...]:
-        """Return the slots of a group that have a worker now, in its order."""
+        """Return the slots of a group that have a worker now, in the group's order."""
         if self.recovery is None or not self.recovery.assignment.started:
             return group.workers
         return group.among(self.recovery.assignment.live)
@@ -273,12 +285,12 @@ class Traffic:
         return self.recovery.assignment.slot
 
     def is_mate(self, slot: Slot) -> bool:
-        """Return whether that slot is in this worker's replica; before the first epoch all slots are."""
+        """Return whether ``slot`` is in this worker's replica; before the first epoch True for every slot."""
         recovery = self.recovery
         return recovery is None or recovery.assignment.grid.place(slot)[0] == recovery.assignment.replica
 
     def agreement_is_enough(self, group: OverReplicas) -> bool:
-        """Carry out a barrier of all workers outside sections: all workers report one more decision."""
+        """Carry out a barrier of all workers as a decision that all report; return False if it must be sent instead."""
         self._in_turn(group)
         if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
             return False
@@ -292,9 +304,10 @@ class Traffic:
         alone: Callable[[], None],
         alike: Callable[[], None] | None = None,
     ) -> None:
-        """Carry out one operation.
+        """Carry out one operation, as ``mode`` requires.
 
-        ``alone``: its effect with this worker as the only member; ``alike``: if all members had the same data.
+        ``alone``: does what the operation would do if this worker were the only member; ``alike``: does what it would
+        do if all members had this worker's data.
         """
         self._in_turn(group)
         if alike is not None and self.mode in (Mode.STEP, Mode.DEFERRED) and self._averages(caller()):
@@ -322,7 +335,7 @@ class Traffic:
                 alone()
 
     def refuse(self, made: Caller, group: OverReplicas, where: str) -> NoReturn:
-        """Terminate the run, for all: replicas would diverge, or wait for each other for ever."""
+        """Terminate the run for all workers: after this operation replicas would diverge, or wait for ever."""
         self._in_turn(group, made)
         message = (
             f"{_call(made, group)} {where}. --recover itself exchanges all data that replicas need: switch off the "
@@ -333,12 +346,12 @@ class Traffic:
         raise UnknownOperation(message)
 
     def _in_turn(self, group: OverReplicas, made: Caller | None = None) -> None:
-        """Terminate the worker or the thread if no other worker comes to its operation; ``made``: its caller."""
+        """Terminate this worker or thread if no other worker will call the operation; ``made``: who calls it here."""
         threads = self.mode not in (Mode.STARTING, Mode.ALONE)
         out_of_turn.keep_in_turn(lambda: _call(made or caller(), group), threads=threads)
 
     def _once(self, group: OverReplicas, operation: Operation) -> None:
-        """Carry it out outside of decisions: the tensors get the result when it is over for all."""
+        """Carry out an operation outside of decisions; the tensors get the result when it is over for all members."""
         recovery, staged, members = self.recovery, Staged(every_result=True), self.members(group)
         assert recovery is not None
 
@@ -351,7 +364,7 @@ class Traffic:
         staged.bring_back()
 
     def _inside(self, group: OverReplicas, operation: Operation) -> None:
-        """Carry it out in a section: a second run of it finds its tensors as the first one did."""
+        """Carry out an operation in a section; keep overwritten inputs, since the section may run again."""
         assert self.recovery is not None
         epoch_groups, members = self.recovery.assignment.epoch_groups, self.members(group)
         self.recovery.progress.inject("traffic")

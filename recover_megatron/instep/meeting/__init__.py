@@ -1,6 +1,6 @@
 """The meeting of workers after a death and its result: the rendezvous, its plan, places, and spares.
 
-`rendezvous` calls the others: `planner` joins the epoch and computes its `plan` from the `standing` of each worker; an
-`assignment` is this worker's place in it.  `orphan` is a worker without a complete replica, `spare` a worker without a
-place.
+`rendezvous` calls the other modules: `planner` joins the epoch and computes the epoch's `plan` from the status of each
+worker; `assignment` is this worker's place in the epoch.  `orphan` takes a worker out of its broken replica, `spare`
+keeps a worker without a place in the run.
 """

@@ -17,17 +17,17 @@ NEARLY_STILL = 1e-9
 
 
 class Quotas:
-    """The microbatches that each replica runs in a step, by the present plan: the same on all workers."""
+    """The microbatches that each replica runs in a step of the present plan: the same on all workers."""
 
     def __init__(self, grid: LaunchGrid, least: int) -> None:
         self._grid = grid
         self.granularity = grid.inner_ranks
-        """Divisor of the number of microbatches of a replica: its inner ranks run in lock-step."""
+        """Divisor of a replica's number of microbatches: the replica's inner ranks run in lock-step."""
         self.least = least * grid.inner_ranks
-        """The least number of microbatches that a replica runs, if any."""
+        """Least number of microbatches of a replica that runs any."""
         self.easing = False
-        """True if the fresh replicas of the plan begin their first step once their state has come: they run as few of
-        its microbatches as possible."""
+        """True if fresh replicas begin the next step late, after receiving their state: they then get as few of its
+        microbatches as possible."""
         self.balance = Balance()
         self._balanced: dict[int, int] | None = None
         self._kept: dict[tuple[int, int, bool], list[list[int]]] = {}
@@ -53,7 +53,7 @@ class Quotas:
         self._kept.clear()
 
     def of(self, decision: Decision, replica: int, total: int) -> list[list[int]]:
-        """Return the ids of ``replica``, by inner rank."""
+        """Return the ids of the microbatches of ``replica``, by inner rank."""
         key = (decision.epoch, total, self.easing)
         if key not in self._kept:
             counts = self.counts(decision, total)
@@ -63,12 +63,12 @@ class Quotas:
 
 
 class Assignment:
-    """Place of worker ``me``.  Changed by its main thread, read by the session's and the spare's threads, too."""
+    """Place of worker ``me``.  The main thread changes it; the session's and the spare's threads read it, too."""
 
     def __init__(
         self, session: Session, me: int, grid: LaunchGrid, comm_config: CommunicationConfig, least: int = 1
     ) -> None:
-        """``least``: the least number of microbatches, per inner rank, that a replica runs in one pass, if any."""
+        """``least``: least number of microbatches per inner rank in a pass of a replica that runs any."""
         self._session = session
         self.me = me
         self.grid = grid
@@ -106,12 +106,13 @@ class Assignment:
         return self.taken_up is not None
 
     def present(self) -> tuple[EpochGroups | None, bool]:
-        """Return the groups of the present epoch, if any, and whether the first epoch was joined; consistent."""
+        """Return the groups of the present epoch, if any, and whether the first epoch was joined, as of one moment."""
         with self.lock:
             return self._epoch_groups, self.started
 
     def at_once(self) -> tuple[Decision | None, EpochGroups | None, int, int, int | None]:
-        """Return the last plan taken up, its groups, this worker's replica, inner rank and position; consistent."""
+        """Return the last plan taken up, its groups, and this worker's replica, inner rank and position, all of one
+        moment."""
         with self.lock:
             return self.taken_up, self._epoch_groups, self.replica, self.inner_rank, self.position
 
@@ -121,9 +122,9 @@ class Assignment:
             self._epoch_groups.end(reason)
 
     def close(self) -> None:
-        """Close the present groups, if any, and keep no communicator; in the main thread, out of the training.
+        """Close the present groups, if any, and all communicators; called by the main thread, outside the training.
 
-        Returns when no operation of the epoch touches a tensor any more: it may wait for the device.
+        Returns when no operation of the epoch touches a tensor any more, so it may wait for the device.
         """
         self._close_groups()
         self._comm_config.communicators.close()
@@ -135,12 +136,14 @@ class Assignment:
     def committed(self, number: int) -> bool:
         """Return whether a decision was committed when the present epoch was formed: the same on all members.
 
-        The session may know of later commits, which others do not know yet: they would begin again without this worker.
+        Later commits, which the session may know already, do not count: members that do not know them would repeat the
+        decision, without this worker.
         """
         return self.committed_by_plan >= number
 
     def pending(self, number: int) -> Decision | None:
-        """Return the plan of step ``number``, once, if only others had begun it when the present epoch was formed."""
+        """Return the plan of step ``number`` if only other workers had begun this step when the present epoch was
+        formed; else None, also after the first call."""
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.at == number else None
 
@@ -152,7 +155,7 @@ class Assignment:
 
     @property
     def live(self) -> frozenset[Slot]:
-        """The slots with a worker; the same object as long as the decision is the same."""
+        """The slots that have a worker; the same object as long as the decision is the same."""
         return self.slots_of(self.decision)[1]
 
     @property
@@ -161,7 +164,7 @@ class Assignment:
         return self.slots_of(self.decision)[0]
 
     def slots_of(self, decision: Decision) -> tuple[dict[Slot, int], frozenset[Slot]]:
-        """Return ``standing`` and ``live`` by ``decision``; the same objects if it is the last one asked for."""
+        """Return ``standing`` and ``live`` of ``decision``; repeated calls for a decision return the same objects."""
         last = self._live
         if last is None or last[0] is not decision:
             slots = decision.slots(self.grid)
@@ -181,7 +184,7 @@ class Assignment:
 
     @property
     def mates(self) -> frozenset[int]:
-        """Workers of this worker's replica, itself included; empty if it has no place."""
+        """Workers of this worker's replica, including this worker; empty if it has no place."""
         return frozenset(self.decision.grid[self.replica]) if self.placed else frozenset()
 
     @property
@@ -201,7 +204,7 @@ class Assignment:
         return self.shares.of(self.decision, self.replica, total)
 
     def show(self, total: int, goes_back: bool) -> None:
-        """Report this worker's place, and how much of a step of ``total`` microbatches its replica runs.
+        """Report this worker's place, and how many of the ``total`` microbatches of a step its replica runs.
 
         ``goes_back``: see ``Session.show``.
         """
@@ -234,11 +237,11 @@ class Assignment:
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:
-        """Let ``pending`` return this plan for the step that others have begun; None: no worker has begun it."""
+        """Let ``pending`` return this plan, whose step other workers have begun; None: no worker has begun the step."""
         self._pending = decision
 
     def open_mirror_groups(self, decision: Decision) -> EpochGroups:
-        """Return a spare's groups in an epoch in which it mirrors another worker's state: its slot is no worker's."""
+        """Return this spare's groups in an epoch in which it mirrors a worker's state; its slot there is in no grid."""
         self._close_groups()
         with self.lock:
             self._epoch_groups = self._groups_of(decision, Slot(-1 - self.me))
@@ -248,7 +251,7 @@ class Assignment:
     def all_heard_of(self, epoch: int) -> Callable[[], None]:
         """Return a function that returns when all workers know that ``epoch`` is over (``CancelToken``).
 
-        Without NCCL it returns at once: an operation that fails on a connection does so at both ends."""
+        Without NCCL the function returns at once, because a broken connection fails the operation at both ends."""
         over_nccl = self._comm_config.over_nccl
         return partial(self._session.wait_all_heard, epoch) if over_nccl else lambda: None
 

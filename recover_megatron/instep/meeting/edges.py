@@ -1,12 +1,13 @@
 """The workers that this one can reach, and the number of epochs at one decision without progress.
 
-    an epoch ends --by a death--> the next one
-                  '--without----> workers to which own connections failed are probed
-                                  after the second epoch at one decision: all workers that may be needed are probed
-                                  after ``TRUSTED``: a failed connection counts like a failed probe
-                                  after ``MOST``: the run ends, and reports why
+    an epoch ends --by a death------> the next epoch
+                  '--without a death--> workers to which connections of this worker failed are probed
+                                        after the second epoch at one decision: all workers that may be needed, too
+                                        after ``TRUSTED`` epochs: a failed connection counts like a failed probe
+                                        after ``MOST`` epochs: the run ends, and reports why
 
-The plan avoids pairs that workers report as unreachable (`plan`); they are probed again before every later rendezvous.
+The plan keeps pairs of workers apart that are reported as unreachable (`plan`); such pairs are probed again before
+every later rendezvous.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from recover_megatron.instep.meeting.losses import READY
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 
 AGAIN_SECONDS = 1.0
-"""Seconds to probe workers that could not be reached before."""
+"""Seconds for which workers that could not be reached before are probed again."""
 TRUSTED, MOST = 4, 10
-"""Numbers of epochs at one decision: after ``TRUSTED``, failed connections are believed without another probe; after
-``MOST`` the run ends."""
+"""Numbers of epochs at one decision: after ``TRUSTED`` epochs a failed connection counts without another probe; after
+``MOST`` epochs the run ends."""
 ALL = 256
-"""Up to this number of workers all are probed; in larger runs only the own column and replica and the spares."""
+"""Greatest number of workers of a run in which all are probed; in larger runs a worker probes only its column, its
+replica and the spares."""
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[int]]
@@ -35,7 +37,7 @@ Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[
 
 @dataclass(eq=False)
 class Edges:
-    """Workers that this one cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
+    """Workers that this worker cannot reach.  Not thread-safe: a worker joins epochs from one thread at a time."""
 
     _me: int
     probe: Probe = unreached
@@ -44,7 +46,7 @@ class Edges:
     """Statuses with which the members joined the last epoch."""
     _unreached: set[int] = field(default_factory=set, init=False)
     _failed: set[int] = field(default_factory=set, init=False)
-    """Workers to which connections broke at the present decision, though neither side closed them."""
+    """Workers to which connections broke during the present decision, though neither side closed them."""
     _suspects: set[int] = field(default_factory=set, init=False)
     """Workers to probe before the next epoch."""
     _at: int = field(default=0, init=False)
@@ -53,16 +55,16 @@ class Edges:
     """Number of epochs for the present decision after the first one, with the same members."""
 
     def noticed(self, worker: int) -> None:
-        """Record that a connection to ``worker`` broke, and that it did not close it."""
+        """Record that a connection to ``worker`` broke, and that ``worker`` did not close it."""
         self._failed.add(worker)
         self._suspects.add(worker)
 
     def suspect(self, workers: Collection[int]) -> None:
-        """Record that some connection among these workers broke, and none of them is known to have died."""
+        """Record that some connection among these workers broke, though none of the workers is known to be dead."""
         self._suspects |= set(workers) - {self._me}
 
     def look(self, at: int, members: Callable[[], frozenset[int]]) -> tuple[int, ...]:
-        """Return the workers that this one cannot reach, before it joins an epoch at decision ``at``.
+        """Probe workers, and return the unreachable ones; called before this worker joins an epoch at decision ``at``.
 
         ``members``: returns the workers that the run counts on now.  Takes little more than ``REACH_SECONDS`` at most.
         """
@@ -75,7 +77,7 @@ class Edges:
         if alike and self.tries >= TRUSTED:
             found |= self._failed
         elif alike and not found:
-            self.pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # whatever it is, it may pass
+            self.pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # the unknown cause may go away
         self._unreached = found & members()
         return tuple(sorted(self._unreached))
 
@@ -107,7 +109,7 @@ class Edges:
 
 
 def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str]:
-    """Return lines that explain what a plan does about broken edges; empty if none is broken."""
+    """Return lines that name the broken edges, and the replicas left out because of them; empty: no edge is broken."""
     if not decision.broken:
         return []
 
@@ -130,7 +132,7 @@ def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str
 def news(
     before: Decision | None, decision: Decision, statuses: Mapping[int, JoinStatus], tries: int, reason: str
 ) -> list[str]:
-    """Return console lines about an epoch that no death has caused; ``reason``: why the last one ended."""
+    """Return console lines about an epoch that no death has caused; ``reason``: why the epoch before it ended."""
     if before is None:
         return []
     if before.broken != decision.broken or decision.left_out:
@@ -151,15 +153,15 @@ def news(
 
 
 def why_out(decision: Decision, replica: int) -> str:
-    """Return why a complete replica has no place; empty: not because of broken edges."""
+    """Return why a complete replica has no place, if broken edges are the reason; else an empty string."""
     pairs = ", ".join(f"{one}-{other}" for one, other in decision.left_out.get(replica, ())[:4])
     return f"its replica was left out: workers {pairs} cannot connect to each other" if pairs else ""
 
 
 def explanation(decision: Decision, me: int, replica: int | None, before: str) -> str:
-    """Return why this worker lost its place (unreachable workers), as text; empty: not for that reason.
+    """Return why worker ``me`` has no place, if unreachable workers are the reason; empty if it has a place.
 
-    ``replica``: its replica until now; ``before``: the explanation given so far.
+    ``replica``: its replica until now; ``before``: the last explanation, returned if no other reason is found.
     """
     if decision.place(me) is not None:
         return ""

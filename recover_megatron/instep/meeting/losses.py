@@ -8,11 +8,11 @@ from recover_megatron.instep.decision import Decision, Failure, JoinStatus, Lost
 from recover_megatron.workload.grid import LaunchGrid
 
 READY = "is a spare, and ready"
-"""Suffix after a worker's name: the reason why it asks for an epoch."""
+"""Text that follows a worker's name in the reason why this worker asks for an epoch."""
 
 
 class Failures:
-    """All losses of a run, as one worker has met them.  ``grid``: the places before the first decision."""
+    """All losses of a run that one worker knows.  ``grid``: the places before the first decision."""
 
     def __init__(self, grid: LaunchGrid) -> None:
         self._every: list[Failure] = []
@@ -20,7 +20,7 @@ class Failures:
         self._places: dict[int, int] = {worker: number for number, workers in launched for worker in workers}
         self._known = set(self._places)
         self.whereabouts: dict[int, LostWorker] = {}
-        """Hosts and devices of the members of the last epoch noted."""
+        """Worker -> its host and device, for the members of the last epoch passed to ``note``."""
 
     def note(
         self,
@@ -30,10 +30,11 @@ class Failures:
         seen: Mapping[str, Mapping[str, object]] | None = None,
         left: Collection[int] = (),
     ) -> Failure | None:
-        """Return the workers missing in ``decision`` and not before; ``before``: the last one that this worker took up.
+        """Return the workers that are missing in ``decision`` for the first time; None: there are none.
 
-        ``statuses``: of the present members; ``seen``: by worker id, the coordinator's report about lost workers:
-        ``phase`` and ``iteration`` of their last heartbeat.  ``left``: workers that left in order.
+        ``before``: the last decision that this worker took up.  ``statuses``: those of the present members.  ``seen``:
+        by worker id, the coordinator's report about lost workers: ``phase`` and ``iteration`` of the last heartbeat.
+        ``left``: workers that left in order.
         """
         present = {*decision.workers, *decision.spares}
         aside = {int(worker) for worker, last in (seen or {}).items() if last.get("aside")}  # alive, and may come back
@@ -60,7 +61,10 @@ class Failures:
         return self._every[-1]
 
     def why_it_ends(self, decision: Decision, wanted: int) -> str:
-        """Return why a run ends if ``decision`` has fewer replicas than ``wanted``: who was lost, and what is left."""
+        """Return why a run ends whose ``decision`` has lost the state or has fewer than ``wanted`` replicas.
+
+        The text names the lost workers and what is left.
+        """
         lost = "; ".join(map(str, self._every))
         need = f"{wanted} are required (--recover-min-replicas)" if wanted > 1 else "one is required"
         what = f"{len(decision.replicas)} complete replicas are left, {need}."

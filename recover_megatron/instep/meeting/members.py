@@ -1,15 +1,15 @@
 """Members of an epoch: complete replicas, candidates and new replicas (``Members``), and nodes to be drained.
 
-All of it is pure, the same result on every worker, from the statuses of the members (`plan` calls it).
+All functions are pure: from the statuses of the members every worker computes the same result.  `plan` calls them.
 
 Nodes to be drained (``draining_of``, ``without``, ``leaving_of``):
 
-    asked --epoch: accepted--> spares of the node leave at once; all know the leaving replicas (``Decision.leaving``)
-                                   |  until the next boundary these compute as before; there, shards of a spread state
-                                   |  that only they hold are sent to others
-                                   '--epoch at that boundary--> they have no place in it, and leave
+    asked --epoch: accepted--> spares of the node leave at once; the plan names the replicas that will leave
+                                   |  (``Decision.leaving``), which compute until the next boundary, and there send
+                                   |  other workers the shards of a spread state that only they hold
+                                   '--epoch at that boundary--> these replicas get no place, and leave
 
-Every epoch decides again: if, after a death, the run cannot do without a node any more, the node stays.
+Every epoch decides again: if after a death the run cannot do without a node any more, the node stays.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def whole_replicas(statuses: Statuses, launch: LaunchGrid) -> Grid:
 
 
 def room(whole: int, waiting: int, launch: LaunchGrid, spares: int) -> int:
-    """Return the number of new replicas for a run with ``whole`` complete ones; see ``workload.openings``."""
+    """Return the number of new replicas for a run with ``whole`` complete replicas; see ``workload.openings``."""
     return openings(whole, waiting, launch.size, launched=launch.launched, most=len(launch.replicas), spares=spares)
 
 
@@ -70,14 +70,14 @@ class Members:
     rules: Rules
     broken: frozenset[Edge]
     missed: int = 0
-    """Number of decisions committed after the newest that any member has begun; 0 if a replica is complete."""
+    """Number of decisions committed after the newest decision that any member has begun; 0 if a replica is complete."""
 
     @property
     def _shape(self) -> Shape:
         return Shape(self.launch.size, self.launch.tensor_groups, self.rules.cross_node)
 
     def _assembled(self, candidates: Mapping[int, Candidate], whole: Iterable[int] = ()) -> Placement:
-        """Form new replicas of these in addition to the ``whole`` ones, as many as there is room for."""
+        """Form new replicas of ``candidates`` in addition to the replicas ``whole``, as many as there is room for."""
         there = set(whole)
         most = room(len(there), len(candidates), self.launch, self.rules.spares)
         return assemble(there, candidates, self._shape, len(self.launch.replicas), most)
@@ -88,14 +88,14 @@ class Members:
 
     @property
     def _coming(self) -> set[int | None]:
-        """Positions of workers that are leaving the training, with a state."""
+        """Positions of workers that are still leaving the training, and have a state."""
         every = self.statuses.values()
         return {s.position for s in every if s.position is not None and not s.ready and not s.building}
 
     def candidates(self) -> dict[int, Candidate]:
-        """Return all workers that could take a place: orphans still leaving the training count as not ready yet.
+        """Return all workers that could take a place; orphans that are still leaving the training are not ready.
 
-        A worker that is not ready and has no position never returns: its training is over.
+        A worker that is not ready and has no position is no candidate: its training is over.
         """
         working = self._working
         return {
@@ -105,11 +105,11 @@ class Members:
         }
 
     def usable(self) -> dict[int, Candidate]:
-        """Return candidates that can connect to all workers with a place, and to each other."""
+        """Return the candidates that can connect to all workers with a place and to each other."""
         return connectable(self.candidates(), self._working, self.broken)
 
     def placement(self) -> Placement:
-        """Form new replicas; if edges are broken, of workers that can connect to all placed ones and to each other."""
+        """Form new replicas, only of workers that can connect to all workers with a place and to each other."""
         placement = self._assembled(self.candidates(), self.whole)
         if self.broken and not can_connect(self.whole, placement, self.broken):
             placement = self._assembled(self.usable(), self.whole)
@@ -128,31 +128,37 @@ class Members:
     def orphans(self) -> tuple[Grid, int | None]:
         """Return the replicas that the orphans form if no replica is complete, and the version of their state.
 
-        This is the newest version that orphans hold in all positions: after the last iteration, or before it.  The
-        older one means that a step is run again from the state with which it began; that is decided only when all
-        workers have reported.  Still older versions are for a rollback (``held``).
+        The version is the newest that orphans hold in all positions: that after the last iteration, or the one before.
+        With the one before, the last step is run again; this is decided only when all workers that leave the training
+        have reported their state.  Still older versions are used only by a rollback (``held``).
         """
         last = max((status.iteration for status in self.statuses.values()), default=0) - 1
         versions = [version for version in self._versions() if version >= last and not self.missed]
         return self._of_one(versions[:1] if self.on_their_way else versions)
 
     def held(self) -> tuple[Grid, int | None]:
-        """Return ``orphans`` of the workers set aside, if there are no others: all go back to their older version."""
+        """Return the replicas that the workers set aside form, and the version of their state, which may be old.
+
+        All workers go back to this version if no other state is left.
+        """
         late = replace(self, statuses={worker: status for worker, status in self.statuses.items() if status.aside})
         return late._of_one(late._versions())
 
     @property
     def on_their_way(self) -> bool:
-        """True if some worker that had a place has not reported yet what it holds."""
+        """True if some worker that had a place has not reported yet which state it has."""
         return bool(self._coming)
 
     def _versions(self) -> list[int]:
-        """Return the versions that are held, newest first."""
+        """Return the versions of the state that ready candidates have, newest first."""
         held = {self.statuses[worker].version for worker, one in self.candidates().items() if one.ready}
         return sorted((version for version in held if version is not None), reverse=True)
 
     def _of_one(self, versions: Sequence[int]) -> tuple[Grid, int | None]:
-        """Form replicas of the first of these versions with holders in all positions."""
+        """Form replicas with the first of ``versions`` that workers hold in all positions; return them and the version.
+
+        Without such a version: no replicas, and None.
+        """
         candidates = {worker: one for worker, one in self.candidates().items() if one.ready}
         for version in versions:
             holders = {
@@ -168,14 +174,15 @@ class Members:
         return {}, None
 
     def going_back(self) -> Placement | None:
-        """Form replicas of the waiting workers, whatever they hold, to load a state; None: some are still to come."""
+        """Form replicas of the ready workers, whatever their state, for a rollback; None: some have not arrived yet."""
         if self._coming:
             return None
         ready = {worker: one for worker, one in self.usable().items() if one.ready}
         return self._assembled(ready)
 
     def _digest_of_most(self, worker: int, version: int) -> str:
-        """Return the digest that most holders of a version have at this worker's position (if equal, the smallest)."""
+        """Return the most frequent digest of ``version`` at the position of ``worker`` (of equally frequent ones, the
+        smallest)."""
         position = self.statuses[worker].position
         digests = [
             s.digest for s in self.statuses.values() if (s.position, s.version, s.ready) == (position, version, True)
@@ -183,7 +190,10 @@ class Members:
         return most(digests)
 
     def prospects(self, grid: Mapping[int, Sequence[int]]) -> tuple[int, str]:
-        """Return how many replicas there may be after all workers followed the plan; and why the state forbids it."""
+        """Return how many replicas there may be once all workers have followed the plan, and why the state is lost.
+
+        The reason is empty if the state is not lost.
+        """
         candidates = {
             worker: Candidate(candidate.position, candidate.node) for worker, candidate in self.usable().items()
         }
@@ -195,15 +205,17 @@ class Members:
         number = len(self.whole) + len(self._assembled(rebuilt, self.whole).replicas)
         if self.whole or grid:
             return max(number, len(grid)), ""
-        # No replica computes: what counts is what the orphans hold together, or may hold once they have come.
+        # No replica computes: the state exists if orphans, including those that have not arrived, hold all positions.
         held = self._coming | {s.position for s in self.statuses.values() if s.ready and s.version is not None}
         if self._coming and len(held) == self.launch.size and first.replicas:
             return len(first.replicas), ""
         return number, GONE if number > 0 else ""
 
     def mirrors(self, grid: Mapping[int, tuple[int, ...]], placement: Placement) -> dict[int, int]:
-        """Return spare -> worker whose state it mirrors: only the last replica has the state, so a spare in each
-        position keeps it, too, outside of that worker's domains if there is one."""
+        """Return spare -> worker whose state the spare mirrors, for each position of the last replica.
+
+        No other replica has the state.  A spare outside the worker's failure domains is preferred.
+        """
         (workers,) = grid.values()
         keepers: dict[int, tuple[int, int]] = {}
         for worker, status in self.statuses.items():
@@ -217,7 +229,7 @@ class Members:
 
 
 def draining_of(statuses: Statuses, whole: Mapping[int, Sequence[int]], rules: Rules, asked: Sequence[str]) -> Drain:
-    """Decide which nodes to drain, those of earlier decisions first; and the reasons for refusing the others."""
+    """Decide which nodes to drain, nodes of earlier decisions first, and why the other nodes are refused."""
     known = sorted({node for status in statuses.values() for node in status.draining})
     wanted = [*known, *(node for node in asked if node not in known)]
     return drain(wanted, _nodes(statuses), whole, rules.min_replicas, rules.shards)
@@ -226,10 +238,10 @@ def draining_of(statuses: Statuses, whole: Mapping[int, Sequence[int]], rules: R
 def without(
     draining: Sequence[str], statuses: Statuses, whole: Mapping[int, tuple[int, ...]], boundary: bool
 ) -> tuple[dict[int, JoinStatus], dict[int, tuple[int, ...]]]:
-    """Return the statuses of the members that continue, and the replicas that do, of those that are ``whole``.
+    """Return the statuses of the members that continue, and the replicas of ``whole`` that continue.
 
-    Spares of draining nodes do not.  Replicas leave at a boundary to which all members have come knowing it: some may
-    have received the plan that announced it, and others not, since the coordinator died.
+    Spares on draining nodes do not continue.  A replica leaves at the first boundary at which all workers with a place
+    know of the drain: if the coordinator died, only some of them may have received the plan that announced it.
     """
     here = [worker for workers in whole.values() for worker in workers] if boundary else []
     ready = {node for node in draining if here and all(node in statuses[worker].draining for worker in here)}
@@ -240,14 +252,14 @@ def without(
 
 
 def leaving_of(replicas: Mapping[int, Sequence[int]], statuses: Statuses, draining: Sequence[str]) -> frozenset[int]:
-    """Return those of ``replicas`` that leave at the next boundary."""
+    """Return the ids of the ``replicas`` that leave at the next boundary."""
     return frozenset(leaving(replicas, _nodes(statuses), draining))
 
 
 def finished_of(left: Collection[int], statuses: Statuses, draining: Collection[str]) -> frozenset[int]:
-    """Return the workers that ``left`` in order after finishing: their node was not ``draining`` then.
+    """Return the workers that ``left`` because they had finished, not because their node was ``draining``.
 
-    ``statuses``: the last ones of the members; a worker missing there was on a drained node, if any node was drained.
+    ``statuses``: the members' last statuses; a worker without a status counts as on a drained node, if any node drains.
     """
     nodes = _nodes(statuses)
     return frozenset(

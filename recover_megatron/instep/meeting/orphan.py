@@ -3,14 +3,14 @@
                  rendezvous                              rendezvous
     PLACED(e) -------------> PLACED(e+1) ...  PLACED(e) ------------> too few replicas: the run ends, exit code 10
         |    ^
-        |    '-- an epoch at a boundary puts it into a new replica -------------.
-        |  a worker of its replica is lost (the session's thread sees it in     |
-        |  the revoke; or its replica's communication fails, maybe earlier)     |
+        |    '-- an epoch at a boundary gives it a place in a new replica ------.
+        |  a worker of its replica is lost: a revoke reports that to the        |
+        |  session's thread, or communication inside the replica fails before   |
         v                                                                       |
     SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run ends
 
-An orphan's main thread may be stuck in a call that nothing wakes, so the session's thread shuts the replica's
-connections and starts the thread that joins epochs in the orphan's name.
+An orphan's main thread may be stuck in a call that waits for a lost worker.  So the session's thread shuts the
+replica's connections, and starts the thread that joins epochs in the orphan's name.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, Co
 log = get_logger(__name__)
 
 BLAME_SECONDS = 1.0
-"""Grace period: seconds to wait for the news of a death after the replica's communication failed, before leaving."""
+"""Seconds for which a worker whose replica's communication failed waits for the report of a death before it leaves."""
 
 
 @dataclass(eq=False)
 class Orphan:
     """Takes this worker out of its broken replica, lets it wait as a spare, and gives it a place again.
 
-    ``revoked`` is called by the session's thread, everything else by the main one.  ``at_launch``: true if this worker
-    had a place when the run was launched.
+    The session's thread calls ``revoked``, the main thread all other methods.  ``at_launch``: True if this worker had a
+    place when the run was launched.
     """
 
     _session: Session
@@ -57,7 +57,7 @@ class Orphan:
     at_launch: bool
     _spare: Spare | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)
-    """True if the training is over for this worker: a revoke does not matter any more."""
+    """True if the training is over for this worker, so that it ignores a revoke."""
 
     @property
     def orphaned(self) -> bool:
@@ -67,19 +67,19 @@ class Orphan:
 
     @property
     def spare_seconds(self) -> float:
-        """Seconds that this worker has been without a place; 0: it has one."""
+        """Seconds for which this worker has had no place; 0: it has a place."""
         with self._assignment.lock:
             return 0.0 if self._spare is None else self._spare.seconds
 
     # ---- whether to leave
 
     def check(self) -> None:
-        """Raise ``EpochRevoked`` if the present epoch is over, ``Orphaned`` if this worker's replica is broken."""
+        """Raise ``Orphaned`` if this worker's replica is broken; ``EpochRevoked`` if the present epoch is over."""
         self.leave_if_broken()
         self._assignment.epoch_groups.check()
 
     def stay(self) -> None:
-        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
+        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if the run is over for it."""
         self.leave_if_broken()
         self._session.wait_revoked(0)
 
@@ -90,13 +90,13 @@ class Orphan:
             raise Orphaned(f"replica {self._assignment.replica} is broken")
 
     def _lost_mates(self) -> list[int]:
-        """Workers of this worker's replica that the run does not count on any more."""
+        """Return the workers of this worker's replica that are lost, as far as the present revoke shows."""
         return self._assignment.lost_mates if self._session.revoked else []
 
     # ---- leave
 
     def replica_failed(self, error: BaseException) -> None:
-        """Leave after the replica's communication failed in the main thread; return once this worker is a spare."""
+        """Leave because communication inside the replica failed in the main thread; then this worker is a spare."""
         assignment, session = self._assignment, self._session
         epoch = session.epoch
         if self._spare is None and session.epoch == epoch and not session.revoked:
@@ -132,11 +132,11 @@ class Orphan:
     # ---- wait
 
     def wait(self, **offer: Any) -> Decision:
-        """Wait for a place, in the main thread, out of the training; return the decision that gives one.
+        """Wait for a place, in the main thread and outside the training; return the decision that gives the place.
 
-        ``offer``: fields of its status (``version`` and ``digest`` of its state; ``position`` None: it cannot take a
-        place).  Raises ``OtherPosition`` if it must build the model of another position, ``Drained`` if its node is
-        drained, ``RunOver`` if there will be no place.
+        ``offer``: fields of this worker's status (``version`` and ``digest`` of its state; ``position`` None: the
+        worker cannot take a place).  Raises ``OtherPosition`` if the worker must build the model of another position,
+        ``Drained`` if its node is drained, ``RunOver`` if it will get no place.
         """
         spare = self._spare or self._be_spare("it has no place yet")
         while isinstance(outcome := spare.arrive(**offer), Mirror):
@@ -150,7 +150,7 @@ class Orphan:
     # ---- come back
 
     def come_back(self, decision: Decision) -> None:
-        """Take this spare's place in ``decision``: its next decision is the one that all workers begin now."""
+        """Take this spare's place in ``decision``: it continues with the decision that all workers begin now."""
         with self._assignment.lock:
             self._spare = None
         self._announcements.settled()
@@ -163,7 +163,7 @@ class Orphan:
     # ---- in the session's thread
 
     def revoked(self, epoch: int, reason: str) -> None:
-        """End the present groups: the next epoch is ``epoch``; 0: this worker's part in the run has ended."""
+        """End the present groups, since ``epoch`` will follow; 0: the run is over for this worker."""
         self._planner.why = reason
         epoch_groups, started = self._assignment.present()
         if epoch_groups is not None:

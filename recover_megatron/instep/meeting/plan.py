@@ -1,11 +1,12 @@
 """The decision of an epoch, computed from its members' statuses: pure, the same result on every worker.
 
-Every worker joins with a ``JoinStatus``; the coordinator sends all of them to all (one place, one order), and
-``decide`` computes which worker works where, and who runs which microbatches of the step under way (``Decision``).
+Every worker joins with a ``JoinStatus``; the coordinator sends all statuses, in one order, to all workers.  From them
+``decide`` computes which worker has which place, and which replica runs which microbatches of the step under way
+(``Decision``).
 
-The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  All workers that
-see ``regroup`` come to another epoch there, which places the spares.  When no replica is complete any more, there is no
-replica to wait for: orphans that together hold one version of the state continue from it.
+The grid changes only where no replica is in the middle of a decision: at the *boundary* before a step.  If ``regroup``
+is True, all workers meet there in another epoch, whose plan gives spares places.  If no replica is complete any more,
+there is no boundary to wait for: orphans that together hold one version of the state continue from that version.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from recover_megatron.workload.placement import Edge, compatible_replicas, edge
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 
 _DISPUTED = (
-    "the states of workers {} differ, without a majority for any: it is unknown which is right; what was saved since "
-    "the last comparison may be wrong, too"
+    "the states of workers {} differ, and no state has a majority: it is unknown which is right; checkpoints saved "
+    "since the last comparison may be wrong, too"
 )
 
 
@@ -58,8 +59,9 @@ def decide(
     """Return the decision of an epoch whose members joined with ``statuses``.
 
     ``drain``: nodes that will be switched off, in addition to those that earlier epochs have decided to drain.
+    ``beyond``: facts about workers that are not members.
 
-    Raises Disagreement if the workers of one replica report different things.
+    Raises Disagreement if statuses that must agree differ.
     """
     rules = rules or Rules()
     beyond = beyond or Beyond()
@@ -121,10 +123,11 @@ def decide(
 
 @dataclass(frozen=True)
 class _Facts:
-    """Statuses, evaluated.  ``members``: those that continue, of ``everybody``.  ``common``: of each complete replica,
-    including those that leave.
+    """Facts computed from the statuses.  ``everybody``: all statuses; ``members``: the members that continue.
 
-    ``at``: the newest decision of any; ``begun``: replicas in that step; ``boundary``: all are before it.
+    ``common``: the common status of each complete replica, including those that leave.  ``at``: the newest decision of
+    these; ``begun``: the replicas that have begun ``at``, if it is a step; ``boundary``: True if ``at`` is a step that
+    some replica is about to begin, and none has begun.
     """
 
     members: Members
@@ -165,10 +168,10 @@ def _facts(
 
 @dataclass(frozen=True)
 class _State:
-    """The grid of the epoch and the state with which it begins; fields as in `Decision`.
+    """The grid of the epoch, and the state with which the epoch begins; fields as in `Decision`.
 
-    ``placement``: the replicas that can be formed, now or at the next boundary.  ``in_memory``: the snapshots that are
-    kept; ``back_to``: the state to which all could go back.
+    ``placement``: the replicas that can be formed, now or at the next boundary.  ``in_memory``: the newest complete
+    snapshot in memory; ``back_to``: the rollback that is possible, if any.
     """
 
     grid: Grid
@@ -192,7 +195,7 @@ def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
     placement = members.placement()
     grid, fresh, version = dict(members.whole), tuple[int, ...](), None
     if not grid:
-        grid, version = members.orphans()  # rarely any: see there
+        grid, version = members.orphans()  # empty unless orphans hold one version in all positions
         fresh = tuple(grid)
     elif facts.boundary:
         grid, fresh = dict(sorted({**grid, **placement.replicas}.items())), tuple(placement.replicas)
@@ -205,7 +208,7 @@ def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
     in_memory = timelines.kept(statuses, timeline)
     of_old, held = members.held() if state_lost else ({}, None)
     if members.missed and held is not None:
-        seen = max(seen, held + 2)  # the decision in which its holders were late was committed
+        seen = max(seen, held + 2)  # the iteration for which the holders of the state were late was committed
     back_to = timelines.target(statuses, in_memory, held, seen, beyond.committed)
     if beyond.aside and not grid:
         enough, state_lost = max(1, enough), ""  # workers set aside come back with a state, or are evicted
@@ -242,19 +245,22 @@ def _newest(statuses: Mapping[int, JoinStatus]) -> JoinStatus:
 
 
 def _version(versions: set[int | None]) -> int | None:
-    """Return the version of all replicas at a boundary: all workers that have come there have done the same steps."""
+    """Return the version that all replicas have at a boundary; raise Disagreement if their versions differ."""
     if len(versions) > 1:
         raise Disagreement(f"replicas have seen different numbers of iterations before one step: {versions}")
     return versions.pop()
 
 
 def _interval(statuses: Mapping[int, JoinStatus]) -> int:
-    """Return the snapshot interval; some workers may have missed the last choice."""
+    """Return the snapshot interval; some workers may not know the last choice, so the largest reported counts."""
     return max((status.snapshot_interval for status in statuses.values()), default=0) or FIRST_INTERVAL
 
 
 def _spread(grid: Mapping[int, Sequence[int]], launch: LaunchGrid, rules: Rules) -> Spread | None:
-    """Return how the optimizer state is spread; with Megatron's instances a lost replica may have had any holder."""
+    """Return how the optimizer state is spread over replicas; None: it is not.
+
+    With Megatron's optimizer instances each lost replica may have held a copy of any shard, so it counts as one.
+    """
     if not rules.spread:
         return None
     missing = 0 if rules.placed else launch.launched - len(grid)
@@ -265,7 +271,7 @@ def _spread(grid: Mapping[int, Sequence[int]], launch: LaunchGrid, rules: Rules)
 
 
 def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
-    """Return pairs of which one reported the other: one report is enough, since the other may not know it."""
+    """Return pairs of workers one of which reports the other as unreachable: the other need not have noticed."""
     return frozenset(
         edge(worker, other) for worker, status in statuses.items() for other in status.unreached if other in statuses
     )
@@ -274,10 +280,11 @@ def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
 def _holders(
     members: Members, fresh: Sequence[int], grid: Mapping[int, tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], list[int]]:
-    """Return receiver -> holders of its state; receivers that had a different state; workers without a majority.
+    """Return receiver -> holders of its state; receivers that had a different state; workers of disputed columns.
 
-    Receivers are all workers of the fresh replicas, and those whose state differs from most of their column; each
-    begins with another holder.  Without a majority the lowest replica's state is taken, or none (``Rules.strict``).
+    Receivers are all workers of fresh replicas, and workers whose state differs from most states of their column; each
+    receiver prefers another holder.  A column without a majority for a state is disputed: the lowest replica's state is
+    used, unless the run ends (``Rules.strict``).
     """
     statuses = members.statuses
     holders: dict[int, tuple[int, ...]] = {}
@@ -309,7 +316,10 @@ def _lost(
     rules: Rules,
     paces: Mapping[int, float],
 ) -> dict[int, list[list[int]]]:
-    """Share the microbatches of the step under way that are in no gradient: replica -> by inner rank."""
+    """Share out the microbatches of the step under way that are in no gradient.
+
+    Returns replica -> for each inner rank, ids.
+    """
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
         raise Disagreement(f"replicas disagree on the microbatches of one step: {sorted(totals)}")
@@ -320,7 +330,7 @@ def _lost(
     lost = sorted(set(range(totals.pop())) - set(ran))
     load = {replica: len(status.ran) for replica, status in begun.items()}
     late = {replica: 0 for replica in replicas if replica not in begun}
-    # A replica that has not begun has all of its share still to run; the others have finished theirs and wait.
+    # A replica that has not begun must still run its complete share; the other replicas have run theirs, and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
     least, speeds = rules.least * launch.inner_ranks, {replica: 1 / pace for replica, pace in paces.items()}
     return reassign(lost, launch.inner_ranks, replicas, load=before, speeds=speeds, least=least)
@@ -329,8 +339,9 @@ def _lost(
 def _common(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
     """Return the common status of a complete replica: its workers run in lock-step, so their statuses must agree.
 
-    One exception: a decision is over, one worker knows it and has begun the next, and the coordinator died before it
-    notified the others.  The next plan informs them; none of their replica can have run anything meanwhile.
+    One exception: if the coordinator died after it had notified only some workers that a decision is over, these have
+    begun the next decision.  The plan notifies the others; until then no worker of the replica can have finished a
+    microbatch.
     """
     newest = max(statuses, key=lambda status: (status.at, status.step, status.boundary))
     for status in statuses:

@@ -2,14 +2,15 @@
 
     status (place, state, unreachable workers) --Session.join--> the statuses of all --decide--> Decision
 
-The planner also decides whether the run can continue at all. All workers have the same statuses, so all decide the
+The planner also decides whether the run can continue at all.  All workers have the same statuses, so all decide the
 same.
 
-Each worker reports digests of its flags and of its program (`comparison`), and before the decision, whose rules workers
-with other flags may not share:
+Each worker reports digests of its flags and of its program (`comparison`).  The planner compares them before it
+computes the decision, since workers with other flags may use other rules:
 
-    a newcomer's digests differ             it asks a worker of the run for its values, logs the differences, and exits
-    a launched worker's digests differ      the run does not begin: all workers exit, with such a line
+    a newcomer's digests differ             the newcomer asks a worker of the run for its values, logs the differences,
+                                            and exits
+    a launched worker's digests differ      the run does not begin: all workers exit, and log the differences
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ from recover_megatron.workload.grid import Slot
 log = get_logger(__name__)
 
 REPLACED_SECONDS = 300.0
-"""Seconds that live workers wait for replacements, if they are too few to go back to a checkpoint."""
+"""Seconds for which live workers that are too few for a replica wait for replacements, to go back to a checkpoint."""
 
 
 @dataclass(eq=False)
 class Planner:
-    """Joins epochs for one worker, and keeps the last decision.  Called by one thread at a time.
+    """Joins epochs for one worker, and keeps facts of the last epoch.  Called by one thread at a time.
 
-    ``node``, ``domains``, ``device``, ``peer_store``, and the contents of ``snapshots``, go into its status.
+    ``node``, ``domains``, ``device``, ``peer_store``, and the contents of ``snapshots`` are part of the worker's
+    status.
     """
 
     _session: Session
@@ -73,30 +75,30 @@ class Planner:
     timeline: Timeline = field(default=(0, 0), init=False)
     """Timeline of the last epoch that this worker has joined."""
     _same_as: int = field(default=-1, init=False)
-    """``Decision.same_as`` of that timeline."""
+    """``Decision.same_as`` for ``timeline``."""
     _draining: tuple[str, ...] = field(default=(), init=False)
     """Nodes that the last epoch has decided to drain."""
     _undone: int = field(default=0, init=False)
     """Iteration of a rollback not carried out yet (``JoinStatus.undone``)."""
     _undone_until: int = field(default=0, init=False)
-    """The last epoch's decision; once it is committed the rollback was carried out: loading comes first."""
+    """Number of the last epoch's decision; once it is committed, the rollback was carried out before it."""
     _left: frozenset[int] = field(default=frozenset(), init=False)
     finished: bool = field(default=False, init=False)
-    """True if some worker that had finished its training has left the run, not because its node was drained."""
+    """True if some worker has left the run because its training was over, not because its node was drained."""
     _checkpoints: tuple[Checkpoint, ...] = field(default=(), init=False)
-    """Checkpoints that the members of that epoch knew."""
+    """Checkpoints that the members of the last epoch knew."""
     _short_since: float | None = field(default=None, init=False)
-    """Time since which there are too few workers to go back to a checkpoint."""
+    """``time.monotonic`` since when workers are too few to go back to a checkpoint; None: they are enough."""
     why: str = field(default="", init=False)
     """Reason why the last epoch ended, from the coordinator."""
     lost: Failure | None = field(default=None, init=False)
-    """The loss that the last epoch found and for which this worker has met the others."""
+    """The workers found missing when this worker joined its last epoch; None: there were none."""
 
     def __post_init__(self) -> None:
         self.losses = Failures(self._assignment.grid)
 
     def status(self, **fields: Any) -> JoinStatus:
-        """Return the status with which this worker joins; ``fields`` are added to those that always apply."""
+        """Return the status with which this worker joins an epoch; ``fields`` are added to the known fields."""
         hooks, assignment = self._hooks, self._assignment
         known = {
             "position": assignment.position,
@@ -113,11 +115,11 @@ class Planner:
         return JoinStatus(assignment.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **known)
 
     def meet(self, status: JoinStatus, reason: str) -> tuple[Decision, Failure | None]:
-        """Join the next epoch; return its decision, and the workers that it found missing.
+        """Join the next epoch; return its decision, and the workers found missing, if any.
 
-        ``reason``: why, if this worker is the first to ask for the epoch.  Raises ``Fenced``, ``CoordinatorLost``,
-        ``Disagreement``, and ``OtherFlags`` if this worker was started with other flags than the run, or runs another
-        program.
+        ``reason``: why the epoch begins, if this worker is the first to ask for it.  Raises ``Fenced``,
+        ``CoordinatorLost``, ``Disagreement``, and ``OtherFlags`` if this worker was started with other flags than the
+        run, or runs another program.
         """
         assignment = self._assignment
         kept, unreadable = self._hooks.checkpoints()
@@ -165,12 +167,11 @@ class Planner:
             return decision, self.lost
 
     def _of_the_same_program(self, joined: Mapping[int, Any]) -> dict[int, JoinStatus]:
-        """Return the statuses for the decision: all workers whose flags are those of the run.
+        """Return the statuses of all workers whose flags are those of the run.
 
-        A worker without a place and with other flags is left out (if it is this one: raises ``OtherFlags``), and so is
-        one whose status cannot be read.  A worker that runs another program detects that itself, before it reads the
-        statuses.  If a worker with a place differs, the launch cannot begin: the run ends, for all, with
-        ``EXIT_REFUSED``.
+        A worker without a place is left out if its flags differ or its status cannot be read; if this worker is such a
+        worker, and its flags or its program differ, ``OtherFlags`` is raised.  If a worker with a place differs, the
+        run ends for all workers with ``EXIT_REFUSED``.
         """
         me, session = self._assignment.me, self._session
         known = {
@@ -184,7 +185,7 @@ class Planner:
         if different:
             session.give_up(EXIT_REFUSED, f"worker {me} on node {self.node} {different}")
         elif placed:
-            session.wait_revoked(2 * ASKED_SECONDS)  # it knows the difference, and reports it
+            session.wait_revoked(2 * ASKED_SECONDS)  # the odd worker knows the differences, and reports them first
             session.give_up(EXIT_REFUSED, f"the flags of worker {placed[0]} differ from those of worker {odd.model}")
         if different or placed:
             session.wait_revoked()
@@ -200,13 +201,13 @@ class Planner:
         return statuses
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
-        """Log, on one worker of the run, why there is a new epoch although no worker died."""
+        """Log why a new epoch has begun although no worker died; only the lowest worker with a place logs it."""
         if self._assignment.me == min(decision.workers, default=self._assignment.me):
             for line in news(before, decision, self._statuses, self._edges.tries, self.why):
                 log.info(line)
 
     def log(self, decision: Decision, lost: Failure | None, seconds: float) -> None:
-        """Write the plan's event; ``seconds``: duration of the meeting."""
+        """Log the event ``plan``; ``seconds``: duration of the meeting."""
         self._hooks.log(
             "plan",
             epoch=decision.epoch,
@@ -232,7 +233,7 @@ class Planner:
     # ---- why an epoch must end
 
     def ask(self) -> None:
-        """Ask for the next epoch, with the reason if this worker knows it; does nothing if the present one is over."""
+        """Ask for the next epoch, and report why, if this worker knows it; no effect if the present epoch is over."""
         assignment = self._assignment
         lost = assignment.epoch_groups.lost
         if lost is None:
@@ -248,10 +249,10 @@ class Planner:
     # ---- why the run must end
 
     def give_up_unless_enough(self, decision: Decision) -> None:
-        """Terminate the run, for all, if too few replicas are left and no more may come, or if it makes no progress.
+        """Terminate the run for all workers if too few replicas are left, or if the run makes no progress.
 
-        Raises ``NoReplica`` or ``StateLost`` (both name the losses); ``CoordinatorLost`` after ``MOST`` epochs at one
-        decision.
+        Raises ``NoReplica`` or ``StateLost``, which name the losses; ``CoordinatorLost`` after ``MOST`` epochs at one
+        decision.  Returns if the run can continue, or may wait for replacements.
         """
         if self._edges.tries >= MOST:
             reason = f"{self._edges.tries + 1} epochs at one decision without a loss; the last one ended: {self.why}"
@@ -277,7 +278,7 @@ class Planner:
         return any(iteration not in unreadable for iteration, _ in merged(kept, self._checkpoints))
 
     def patience(self) -> float:
-        """Return the seconds left to wait for workers without which the run cannot go back; 0 or less: no longer."""
+        """Return the seconds left to wait for the workers that a rollback needs; 0 or less: the wait is over."""
         now = time.monotonic()
         if self._short_since is None:
             self._short_since = now
@@ -288,7 +289,7 @@ class Planner:
         return self._short_since + REPLACED_SECONDS - now
 
     def lose_state(self, what: str) -> NoReturn:
-        """Terminate the run, for all: a part of the training's state was lost with the lost workers."""
+        """Terminate the run for all workers: the lost workers held a part of the training's state that no other has."""
         self._end(replace(self._assignment.decision, state_lost=what))
 
     def _end(self, decision: Decision) -> NoReturn:

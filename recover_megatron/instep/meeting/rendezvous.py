@@ -4,8 +4,8 @@ leave, if its replica is broken -> the old epoch's groups are closed --> Planner
                                                                              '--> no place for this worker: Orphaned
 
 Work that needs workers of all replicas is part of a *decision*: a training step (`step`), or a section (``Sections``),
-which is an evaluation, a checkpoint or a barrier of all.  Every worker passes the same decisions in the same order and
-numbers them; a decision is over when all workers have reported it done (``agree``).
+which is an evaluation, a checkpoint or a barrier of all workers.  Every worker takes part in the same decisions in the
+same order, and numbers them; a decision is over when all workers have reported it done (``agree``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Rendezvous:
     _announcements: Announcements
 
     def meet(self, number: int, **where: Any) -> None:
-        """Meet the others at decision ``number`` and take up the plan of the next epoch.
+        """Meet the other workers at decision ``number``, and take up the plan of the next epoch.
 
-        ``where``: the fields of ``JoinStatus`` that describe a step, or the boundary before one; none in a section.
+        ``where``: the fields of ``JoinStatus`` for a step, or for the boundary before a step; none for a section.
         Raises ``Orphaned`` if this worker has no place any more, ``Drained`` if its node is drained, ``NoReplica`` if
         no worker has a place, ``Fenced`` and ``CoordinatorLost`` if this worker is out of the run.
         """
@@ -59,10 +59,10 @@ class Rendezvous:
     def committed_before_the_end(self, number: int) -> bool:
         """Return, after ``EpochRevoked``, whether decision ``number`` was committed in the epoch that ends.
 
-        All workers of that epoch get the same answer. A worker that repeats a decision which it had reported in an
-        earlier epoch must not go to a rendezvous then: its mates continue, into operations inside the replica that need
-        it. (A coordinator announces its commits before the epoch's end, so at the end they are known.) Raises as
-        ``Orphan.stay`` does.
+        All workers of that epoch get the same answer.  If the decision was committed, a worker that was repeating it
+        must not go to a rendezvous: its model-parallel peers continue with operations inside the replica, which need
+        this worker.  (A coordinator announces its commits before the end of the epoch, so they are known by then.)
+        Raises as ``Orphan.stay`` does.
         """
         self._orphan.leave_if_broken()
         self._planner.ask()  # does nothing if the end is known
@@ -94,9 +94,10 @@ class Rendezvous:
 class Boundary:
     """Boundaries before one worker's steps; its main thread calls it.
 
-    If a plan announces new replicas made of spares, all workers meet again before a step.  The plan of that epoch
-    places the spares, and the next step is their first decision.  ``verify_interval``: iterations between comparisons
-    of states: all workers meet there anyway, and the plan finds the workers that differ from their column; 0: none.
+    If a plan announces new replicas of spares, all workers meet again before the next step.  The plan of that meeting
+    gives the spares places, and this step is their first decision.  ``verify_interval``: iterations between comparisons
+    of states (0: no comparisons); for a comparison all workers meet, and the plan finds workers that differ from their
+    column.
     """
 
     _hooks: Hooks
@@ -108,9 +109,10 @@ class Boundary:
     """The iteration before which states were last compared."""
 
     def meet_if_wanted(self, prepare: Callable[[], Any]) -> None:
-        """Meet the others again if a plan asks for it; raises as ``Rendezvous.meet`` does.
+        """Meet the other workers before the next step if a plan or a comparison of states requires it.
 
-        ``prepare`` is called before, for work that must not wait for the new mates; it may consist of sections only.
+        ``prepare`` is called before the meeting, for work that must not wait for the workers that join; it may consist
+        of sections only.  Raises as ``Rendezvous.meet`` does.
         """
         assignment = self._assignment
         while self._wanted():
@@ -128,7 +130,7 @@ class Boundary:
     def _wanted(self) -> bool:
         decision = self._assignment.decision
         if self._assignment.begun_by_others(self._next):
-            return False  # there will be another boundary
+            return False  # the meeting is postponed to the next boundary
         if decision.at == self._next and decision.version is not None:
             return False  # the epoch was formed for this boundary
         if decision.regroup:
@@ -142,13 +144,13 @@ class Boundary:
 
     @property
     def joining_next(self) -> bool:
-        """True if the next step is one that others have begun, or that some workers begin without a state."""
+        """True if other workers have begun the next step already, or if some workers will begin it without a state."""
         decision = self._assignment.decision
         return self._assignment.begun_by_others(self._next) or (decision.at == self._next and bool(decision.fresh))
 
     @property
     def in_section_of_others(self) -> bool:
-        """True if the epoch was formed while others were in a section that comes before the next step."""
+        """True if the epoch was formed while other workers were in a section that comes before the next step."""
         decision = self._assignment.decision
         return decision.at == self._next and not decision.step and decision.version is None
 
@@ -160,7 +162,7 @@ class Kept:
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
-        """Drop the saved inputs: the section is over, or another one begins."""
+        """Drop the saved inputs: the section is over, or another section begins."""
         self._inputs.clear()
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
@@ -177,7 +179,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Sections:
-    """Sections of one worker, whose main thread calls it: run again from the start when a worker is lost."""
+    """Runs one worker's sections, again from the start when a worker is lost; the main thread calls it."""
 
     _hooks: Hooks
     _progress: ProgressReports
@@ -187,18 +189,18 @@ class Sections:
     kind: str = field(default="", init=False)
     """Kind of the present section, or of the last one."""
     kept: Kept = field(default_factory=Kept, init=False)
-    """Inputs that operations of the present section overwrote."""
+    """Copies of the inputs that operations of the present section overwrote."""
 
     def run(
         self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = lambda: None, together: bool = False
     ) -> Any:
-        """Run a section that needs all workers to its end; return the result of ``run``.
+        """Call ``run``, which needs all workers, until a call is not interrupted by a loss; return its result.
 
-        ``run`` must either raise ``EpochRevoked`` or have no effect that a second run would double; ``reset`` undoes
-        other effects, except on inputs that operations over replicas overwrote: these are in ``kept``.
+        ``run`` must either raise ``EpochRevoked`` or have no effect that a second call would double; ``reset`` undoes
+        other effects, except on inputs that operations over replicas overwrote, which are restored from ``kept``.
 
-        ``together``: the workers of a replica wait for each other in ``run``, which does not raise ``EpochRevoked``. So
-        they begin it together, even if only some of them know already that the epoch is over.
+        ``together``: True if the workers of a replica wait for each other in ``run``, which does not raise
+        ``EpochRevoked``.  They then begin it together, even if only some of them know that the epoch is over.
 
         Raises as ``Rendezvous.meet`` does, and what ``run`` raises.
         """
@@ -213,15 +215,16 @@ class Sections:
                 else:
                     self._orphan.check()
                 result = run()
-                # Not left to ``agree``: the session may not know yet of an error in an operation of ``run`` (which
-                # continued after it: ``Mode.DEFERRED``), and a decision that is reported done counts in later epochs,
-                # too.
+                # ``agree`` alone is not enough: ``run`` may have continued after a failed operation
+                # (``Mode.DEFERRED``) of which the session does not know yet, and a decision that is reported done
+                # counts in later epochs, too.
                 self._orphan.check()
                 if self._assignment.decision.at == number:
-                    # The epoch was formed in the middle of this section. Reports are final: a column that had reported
-                    # the section could see it committed, by the present reports of others, while one of its members
-                    # runs it again and needs the rest. So no worker reports before all have run it again; and if it is
-                    # committed, this run's result counts, even if this worker does not come to report it.
+                    # The epoch was formed in the middle of this section.  Reports of earlier epochs still count: with
+                    # new reports of other workers the section could be committed for a column that had reported it,
+                    # while one member of this column still runs it again, and needs the other members.  So no worker
+                    # reports the section before all workers have run it again.  Once it is committed, the result of
+                    # this run counts, even if this worker has not reported it.
                     with self._progress.waiting(kind):
                         self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
                 self._progress.agree(number)
@@ -231,7 +234,7 @@ class Sections:
                 if self._rendezvous.committed_before_the_end(number):
                     return result
                 self._rendezvous.meet(number)
-                if self._assignment.committed(number):  # only if all had reported it done, this worker too
+                if self._assignment.committed(number):  # only if all workers, also this one, had reported it done
                     return result
                 self.kept.restore()
                 reset()

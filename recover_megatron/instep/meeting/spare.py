@@ -1,6 +1,6 @@
 """A spare: a live worker without a place.  Its thread joins every epoch in its name, so that no worker waits for it.
 
-    orphaned --> JOINING --plan--> IDLE --revoked, or a new status to report--> JOINING ...
+    orphaned --> JOINING --plan--> IDLE --epoch revoked, or a new status to report--> JOINING ...
                     |
                     |--the plan gives it a place-------------> Decision        the main thread takes it
                     |--the plan needs it in another position-> OtherPosition   the main thread builds another model
@@ -8,13 +8,12 @@
                     |--the run ends, it is evicted, or its
                     |  flags differ from the run's-----------> RunOver         the main thread terminates the process
                     |--its node is drained-------------------> Drained         the same, and the run continues
-                    '--the main thread does not come----------> the process exits: a stuck worker helps no other
+                    '--the main thread does not arrive in time-----> the process exits: a stuck worker is of no use
 
-The main thread may still be leaving the training, by the plan in which it had a place, or be stuck for good.  Until it
-has arrived (``arrive``) the spare is not ready, and receives nothing except the end of the run.  How long it may take
-depends on its task (``_back_by``): to leave the training, ``STUCK_SECONDS`` or the hang timeout, plus the allowance of
-its last mark; to build a model, ``BUILD_SECONDS``; to mirror a state, as long as the epoch lasts, whose end ends that,
-then ``STUCK_SECONDS``.
+The main thread may still be leaving the training, or be stuck for good.  Until it has arrived (``arrive``) the spare is
+not ready, and gets no task and no place.  How long the main thread may take depends on its task (``_back_by``): to
+leave the training, ``STUCK_SECONDS`` or the hang timeout, plus the allowance of its last mark; to build a model,
+``BUILD_SECONDS``; to mirror a state, until the epoch ends, and then ``STUCK_SECONDS``.
 """
 
 from __future__ import annotations
@@ -37,28 +36,32 @@ from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Ep
 log = get_logger(__name__)
 
 LINGER_SECONDS = 10.0
-"""Seconds that a worker out of the run, or whose run has ended, waits for its main thread before it exits."""
+"""Seconds for which a worker for which the run is over waits for its main thread before it exits."""
 GRACE_SECONDS = 0.25
-"""Seconds that a join waits for a main thread that is about to arrive: it saves an epoch."""
+"""Seconds for which a join waits for a main thread that is about to arrive: without the wait, its arrival may need
+another epoch."""
 STUCK_SECONDS = 60.0
-"""Seconds after which a main thread that nothing keeps from arriving counts as stuck for good."""
+"""Seconds after which a main thread that has nothing to do but arrive counts as stuck for good."""
 BUILD_SECONDS = 3600.0
 """Seconds after which a main thread that builds a model counts as stuck."""
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """Task to mirror the state of a worker of the last replica, as long as the epoch lasts."""
+    """Task to mirror the state of a worker of the last replica until the epoch of ``decision`` ends."""
 
     decision: Decision
 
 
 Outcome = Decision | Mirror | OtherPosition | RunOver
-"""Result of waiting as a spare: a place by this decision, a state to mirror, or the reason to wait no longer."""
+"""Result of waiting as a spare: the decision with a place for it, a task, or the reason why it gets no place."""
 
 
 class Spare:
-    """Spare of worker ``me``.  ``status``: joins with it until its main thread arrives, within ``leaving`` seconds."""
+    """Worker ``me`` as a spare.  It joins epochs with ``status`` until its main thread arrives.
+
+    ``leaving``: seconds within which the main thread must arrive.
+    """
 
     def __init__(
         self, planner: Planner, session: Session, me: int, status: JoinStatus, *, leaving: float = STUCK_SECONDS
@@ -71,12 +74,12 @@ class Spare:
         self._outcome: Outcome | None = None
         self._changed = threading.Condition()
         self._here = False
-        """True if the main thread waits."""
+        """True if the main thread has arrived, and waits."""
         self._grace = GRACE_SECONDS
         self._last: Decision | None = None
-        """The last epoch's decision that had no place for this worker."""
+        """The last decision that gave this worker no place; None: there was none."""
         self._back_by: float | None = time.monotonic() + leaving
-        """Time at which a main thread that has not arrived counts as stuck; None: not while the epoch lasts."""
+        """``time.monotonic`` at which a main thread that has not arrived counts as stuck; None: not in this epoch."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="spare", daemon=True).start()
@@ -86,10 +89,10 @@ class Spare:
         return time.perf_counter() - self._since
 
     def arrive(self, **offer: object) -> Outcome:
-        """Offer this worker, in the main thread, with these fields of ``JoinStatus``, and wait.
+        """Report this worker as ready, with ``offer`` as fields of its status, and wait; called by the main thread.
 
         Returns when the run needs this worker, or is over.  After ``OtherPosition`` and ``Mirror`` the spare's thread
-        keeps joining, as not ready, until this is called again.
+        keeps joining epochs, as not ready, until this is called again.
         """
         with self._changed:
             self._status = self._with({"ready": True, "building": False, **offer})
@@ -110,8 +113,7 @@ class Spare:
     def _with(self, fields: dict[str, Any]) -> JoinStatus:
         """Return the status with these fields; an iteration only if it is newer, and of the present timeline.
 
-        The worker became a spare while its main thread may have been about to begin the iteration in which it was lost
-        to the others.
+        It may be newer because the main thread may have begun another iteration after the status was made.
         """
         status = replace(self._status, **{name: value for name, value in fields.items() if name != "iteration"})
         same = status.state_of == self._planner.timeline[0]
@@ -137,18 +139,18 @@ class Spare:
             os._exit(outcome.code)
 
     def _take_part(self) -> Outcome | None:
-        """Take part in one epoch; return this worker's outcome, if it has one."""
+        """Take part in one epoch; return the outcome if the spare's thread must end; None: join the next epoch."""
         me, planner, session = self._me, self._planner, self._session
         with self._changed:
             self._changed.wait_for(lambda: self._here, self._grace)
             sent, was_here = self._status, self._here
-            if self._back_by is None:  # the epoch for which it kept a state is over
+            if self._back_by is None:  # the epoch in which the main thread mirrored a state is over
                 self._back_by = time.monotonic() + STUCK_SECONDS
         timeline = planner.timeline
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
             news = self._here and not was_here
-            # If no other worker is left, this one writes the failure report: it remembers what the others reported.
+            # If no other worker is left, this one writes the failure report, so it keeps what the others reported.
             self._status = replace(
                 self._status,
                 at=max(self._status.at, decision.at),
@@ -184,7 +186,7 @@ class Spare:
         return None
 
     def _is_news(self, decision: Decision | None) -> bool:
-        """Return whether an epoch might use the fact that this worker is ready; else the next one learns it anyway."""
+        """Return whether a new epoch might use this worker; if not, it is enough that the next one learns of it."""
         return decision is None or self._status.position is None or not self._planner.has_all_replicas(decision)
 
     def _patience(self, decision: Decision) -> float | None:
@@ -195,7 +197,10 @@ class Spare:
         return None if self._here or by is None else max(0.0, by - time.monotonic())
 
     def _let_them_begin(self) -> None:
-        """Wait until the first step of the present epoch's fresh replicas is committed, or the epoch is over anyway."""
+        """Wait until the first step of the present epoch's fresh replicas is committed, or the epoch is over.
+
+        A new epoch before that would interrupt this step.
+        """
         last = self._last
         if last is not None and last.fresh:
             with suppress(EpochRevoked):

@@ -4,8 +4,8 @@
                            |
     timeline e                '-- 5  6  7  8 ...        e: the epoch that decided to go back to iteration 4
 
-A worker that missed the rollback may still offer a state of iteration 6.  It is of no use: the others have run 5 and 6
-again, and their sums differ from its sums by rounding.  Pure, as `plan` is.
+A worker that missed the rollback may still offer a state of iteration 6.  This state is unusable: the other workers
+have run 5 and 6 again, and the new sums differ from the old sums by rounding.  All functions are pure, as in `plan`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def same_as(statuses: Mapping[int, JoinStatus]) -> int:
 
 
 def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[int, JoinStatus]:
-    """Return the statuses without iterations and states of an earlier timeline.
+    """Return the statuses without the iterations and states of earlier timelines.
 
-    Exception: a state with which this timeline began: only some workers may have received the plan that began it.
+    A state with which ``timeline`` itself began stays: its worker may not have received the plan of the rollback.
     """
     found, (epoch, begun_after), before = dict(statuses), timeline, same_as(statuses)
     for worker, status in statuses.items():
@@ -51,8 +51,8 @@ def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[
 
 
 def pending_rollback(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollback | None:
-    """Return the rollback to ``version``, held by workers, with which the present timeline began and which no worker
-    has carried out yet; None: there is none."""
+    """Return the rollback with which the present timeline began, if no worker has carried it out yet and ``version``,
+    its target, is held by workers; else None."""
     _, begun_after = newest(statuses)
     lost = undone(statuses) - 1 - begun_after
     held = same_as(statuses) >= 0 and version == begun_after
@@ -60,7 +60,7 @@ def pending_rollback(statuses: Mapping[int, JoinStatus], version: int | None) ->
 
 
 def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
-    """Return text about checkpoints that could not be loaded; empty: none was tried."""
+    """Return text that names the checkpoints that could not be loaded; empty: there are none."""
     found = sorted({iteration for status in statuses.values() for iteration in status.unreadable})
     if not found:
         return ""
@@ -68,9 +68,10 @@ def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
 
 
 def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
-    """Return the newest snapshot with a holder for every part, unless some worker failed to load it.
+    """Return the newest snapshot that has a holder for every part and that no worker failed to load; None: none.
 
-    Snapshots of an earlier timeline do not count: workers present at the rollback have renamed theirs.
+    Snapshots with an earlier timeline do not count: workers that took part in the rollback have moved their older
+    snapshots to the present timeline.
     """
     holders: dict[tuple[int, int, int], dict[int, dict[int, str]]] = {}
     for worker, status in sorted(statuses.items()):
@@ -85,16 +86,16 @@ def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
 
 
 def covered(kept: Kept | None, copies: Mapping[int, Sequence[int]]) -> bool:
-    """Return whether every worker that should hold a copy of ``kept`` holds it."""
+    """Return whether every worker that ``copies`` names for a part holds this part of ``kept``."""
     if kept is None or not copies:
         return not copies
     if set(kept.holders) != set(copies):
-        return False  # taken by more workers, or by fewer
+        return False  # the snapshot has more parts, or fewer
     return all(worker in kept.holders[part] for part, keepers in copies.items() for worker in keepers)
 
 
 def undone(statuses: Mapping[int, JoinStatus]) -> int:
-    """Return the least ``JoinStatus.undone`` of members in the present timeline; 0: the rollback was carried out."""
+    """Return the least ``JoinStatus.undone`` of members in the present timeline; 0: no rollback is pending."""
     return min((status.undone for status in statuses.values() if status.timeline == newest(statuses)), default=0)
 
 
@@ -105,10 +106,11 @@ def target(
     seen: int = 0,
     committed: int = 0,
 ) -> Rollback | None:
-    """Return the rollback to ``held``, ``memory``, or the newest complete checkpoint that no worker failed to load.
+    """Return the rollback to the newest state: ``held``, ``memory``, or a checkpoint that no worker failed to load.
 
-    The newest of these; None: there is none.  ``held``: the version of a state that workers hold.  ``seen``: an
-    iteration that was under way, and that ``statuses`` may not know.  ``committed``: the last committed decision.
+    None: there is no such state.  ``memory``: the newest snapshot.  ``held``: the version of a state that workers hold.
+    ``seen``: an iteration that was under way, though ``statuses`` may not contain it.  ``committed``: the last
+    committed decision.
     """
     unreadable = {iteration for status in statuses.values() for iteration in status.unreadable}
     every = merged(*(status.checkpoints for status in statuses.values()))

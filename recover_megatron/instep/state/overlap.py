@@ -1,18 +1,19 @@
 """Parameters that arrive while the next forward pass runs (--overlap-param-gather), whichever workers die meanwhile.
 
-    updated --all have agreed--> GATHERING --over the ring, all parts have come--> COMPLETE
+    updated --all have agreed--> GATHERING --all parts have come over the ring---> COMPLETE
                                      |                                                ^
                                      '-- the epoch ends --> FETCHING -----------------'
                                                             all missing parts, from any holder
 
-A forward pass is not interrupted, so it cannot meet the others to gather again, and need not.  Once all have agreed
-that the update is done, every holder of a unit (its owner and its shadows, see `shards`) has the unit's new parameters
-in its own model.  They stay there until its next update, which no worker does before all live workers have agreed on
-the next step, so have run their forward pass, so have all parameters.  Until then any holder can send a part, whatever
-it does and whichever epoch it is in: one of its threads answers (`collectives.peers`), for the requested update only.
+A forward pass is not interrupted, so its worker cannot meet the others to gather again, and need not.  Once all workers
+have agreed that the update is done, every holder of a unit (its owner and its shadows, see `shards`) has the unit's new
+parameters in its own model.  They do not change until the holder's next update, which no worker does before all live
+workers have agreed on the next step, for which they need all parameters.  Until then any holder can send a part,
+whatever its main thread does and whichever epoch the holder is in: a thread answers requests (`collectives.peers`), for
+the requested update only.
 
-A unit has the same bits at all of its holders, so any of them may answer.  (If another kind of processor updates the
-shadows it has not; then parameters are gathered at the end of the step: ``gradients.Parameters``.)
+All holders of a unit have the same bits, so any of them may answer.  (If the shadows are updated on another kind of
+processor, the bits differ; then parameters are gathered at the end of the step: ``gradients.Parameters``.)
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from recover_megatron.workload.shards import owned
 log = get_logger(__name__)
 
 Part = tuple[int, Span]
-"""Elements of a bucket, with its number."""
+"""The number of a bucket, and a span of its elements."""
 MOST_PARTS = 4096
 """Greatest number of parts in a request."""
 UNREACHED_SECONDS = 5.0
 """Seconds after which a live holder that could not be reached counts as unreachable."""
 RETRY_SECONDS = 0.02
-"""Seconds before an unreachable holder is asked again, until the run knows that it is lost."""
+"""Seconds between two requests to holders that do not answer and are not known to be lost."""
 
 
 class Overlap:
-    """Parameters of one worker on their way.  ``parts``: (column, flat tensor) of each bucket, the last needed first.
+    """Gathers one worker's updated parameters.  ``parts``: (column, flat tensor) of each bucket, the last needed first.
 
     ``lose`` is called with a unit whose parameters no worker has any more, and raises.
     """
@@ -69,12 +70,12 @@ class Overlap:
         self._recovery = recovery
         self._lose = lose
         self._missing: dict[int, Handle | None] = {}
-        """Bucket -> its gathering over the ring, or None: to be fetched.  Complete buckets are not in here."""
+        """Bucket that is not complete -> the handle of its gathering over the ring; None: it must be fetched."""
         self._update = 0
-        """The number of the decision of the update."""
+        """The number of the decision to which the update belongs."""
         self._published: int | None = None
         self._made: Any = None
-        """The point at which the device has done the update."""
+        """Point in the device's work after which the update is done."""
         self._fetchers: dict[int, Fetcher] = {}
 
     @property
@@ -82,10 +83,10 @@ class Overlap:
         """True if parameters of the model may be missing."""
         return bool(self._missing)
 
-    # ---- for the others
+    # ---- for other workers
 
     def publish(self, update: int) -> None:
-        """Serve updated parameters to others; call before reporting the update done."""
+        """Serve updated parameters to other workers; call this before reporting the update done."""
         self._made = made_so_far(self._gpu)
         self._published = update
         self._recovery.comm_config.peer_store.source = self.give
@@ -95,7 +96,10 @@ class Overlap:
         self._published = None
 
     def give(self, what: Sequence[int]) -> bytes | None:
-        """Return parts of buckets, concatenated, in the peer store's thread; see ``_bring``."""
+        """Return the requested parts of buckets, concatenated; None: refused.  The peer store's thread calls it.
+
+        ``what``: the request, as ``_bring`` builds it.
+        """
         update, *numbers = what
         parts = [self._flat(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
         if update != self._published or sum(part.nbytes for part in parts) > MOST_BYTES:
@@ -112,10 +116,10 @@ class Overlap:
     # ---- for this worker
 
     def start(self, update: int) -> None:
-        """Gather over the ring, in the background, what is needed first first: all have agreed on the update.
+        """Gather buckets over the ring, in the background, in the order in which they are needed.
 
-        If this worker learnt that from the plan of a later epoch, others may be in the next step already: then they do
-        not use the ring any more, and everything is fetched.
+        All workers have agreed on the update.  If this worker learnt that from the plan of a later epoch, others may be
+        in the next step already, and do not use the ring any more: then everything is fetched.
         """
         recovery = self._recovery
         self._update = update
@@ -137,8 +141,8 @@ class Overlap:
     def complete(self, number: int) -> None:
         """Return when bucket ``number`` of the model has all of its parameters.
 
-        Raises ``Orphaned`` if this worker's replica is broken, ``StateLost`` if no worker has them any more, ``Fenced``
-        and ``CoordinatorLost`` if this worker is out of the run.
+        Raises ``Orphaned`` if this worker's replica is broken, ``StateLost`` if no worker has the parameters any more,
+        ``Fenced`` and ``CoordinatorLost`` if the run is over for this worker.
         """
         if number not in self._missing:
             return
@@ -148,7 +152,7 @@ class Overlap:
         self._fetch()
 
     def _arrived(self, number: int) -> bool:
-        """Wait for the ring; return whether it has brought the bucket.  Raises ``EpochRevoked``."""
+        """Wait until the ring has gathered the bucket; return False if it must be fetched.  Raises ``EpochRevoked``."""
         handle = self._missing[number]
         if handle is None:
             return False
@@ -157,7 +161,7 @@ class Overlap:
         return True
 
     def complete_all(self) -> None:
-        """Complete all buckets, as ``complete`` does: the model is then that of the last update."""
+        """Complete all buckets, as ``complete`` does: the model then has all parameters of the last update."""
         for number in list(self._missing):
             self.complete(number)
 
@@ -170,7 +174,7 @@ class Overlap:
     # ---- inside
 
     def _fetch(self) -> None:
-        """Fetch everything that the ring has not brought, from one holder after the other; then nothing is missing."""
+        """Fetch from their holders all parameters that the ring has not gathered; afterwards none is missing."""
         recovery, began = self._recovery, time.monotonic()
         came: dict[int, int] = {}
         with recovery.progress.waiting("param-gather"):
@@ -186,7 +190,7 @@ class Overlap:
             self._report(came, time.monotonic() - began)
 
     def _fetch_unit(self, column: Column, unit: int, wanted: Sequence[Part], came: dict[int, int]) -> None:
-        """Fetch parts of a unit.  ``came``: worker -> bytes that it has sent."""
+        """Fetch parts of a unit.  ``came``: worker -> bytes that the worker has sent; is updated."""
         if unit not in self._shards.held(column):
             for request in _requests(wanted, lambda number: self._parts[number][1].flat.element_size()):
                 worker, data = self._bring(request, unit, self._shards.layout(column).holders(unit))
@@ -209,7 +213,7 @@ class Overlap:
         self._fetchers.clear()
 
     def _wanted(self, column: Column) -> dict[int, list[Part]]:
-        """Return unit -> its missing parts, in all buckets of its column."""
+        """Return unit -> its missing parts, in all buckets of ``column``."""
         found: dict[int, list[Part]] = {}
         for number in self._missing:
             key, bucket = self._parts[number]
@@ -228,7 +232,10 @@ class Overlap:
             at = end
 
     def _bring(self, parts: Sequence[Part], unit: int, holders: Sequence[int]) -> tuple[int, bytes]:
-        """Ask the holders in turn until one answers, or none ever will; return the worker and its answer."""
+        """Ask the holders in turn until one answers; return this worker and its answer.
+
+        If no holder can answer any more, calls ``lose``.
+        """
         what = [self._update, *(number for bucket, span in parts for number in (bucket, span.start, span.stop))]
         refused: set[int] = set()
         unreached: dict[int, float] = {}
@@ -252,12 +259,12 @@ class Overlap:
             if not left:
                 self._lose(unit)
             if all(time.monotonic() - unreached.get(worker, math.inf) > UNREACHED_SECONDS for worker in left):
-                # They live, and others may reach them: this worker's replica cannot continue, theirs can.
+                # The holders live, and other workers may reach them: only this worker's replica cannot continue.
                 self._recovery.edges.suspect(left)
                 raise PeerLost(
                     f"workers {left}, which hold parameters that this one needs, are unreachable", unreachable=True
                 )
-            time.sleep(RETRY_SECONDS)  # it is dead, and the run does not know yet
+            time.sleep(RETRY_SECONDS)  # until the run knows that the holder is dead
 
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
         if worker not in self._fetchers:
@@ -277,14 +284,14 @@ class Overlap:
 
 
 def _on_host(part: torch.Tensor) -> torch.Tensor:
-    """Return a copy ordered on the stream, if ``part`` is on a GPU; else ``part``."""
+    """Return ``part``; if it is on a GPU, a host copy that is complete when the current stream has reached it."""
     if part.device.type == "cpu":
         return part
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def _requests(parts: Sequence[Part], bytes_each: Callable[[int], int]) -> Iterator[list[Part]]:
-    """Cut and join the parts so that no answer exceeds ``MOST_BYTES``."""
+    """Yield the parts, cut and grouped into requests whose answers do not exceed ``MOST_BYTES``."""
     request: list[Part] = []
     room = MOST_BYTES
     for number, span in parts:

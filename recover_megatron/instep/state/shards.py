@@ -7,8 +7,8 @@
                                  '---- a worker is lost, has come, or will leave ---'
 
 `workload.shards` decides the layout.  Between a loss and the next boundary the layout stays, and the first live holder
-of a unit is its primary.  Slots name places, workers name their occupants: a layout is made of workers, since a worker
-that takes the place of a lost one has none of its state.
+of a unit is its primary.  A layout is made of workers, not of slots: a worker that takes the slot of a lost worker has
+none of that worker's state.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from recover_megatron.workload.shards import AnyLayout, ElementRange, Instances,
 
 @dataclass(eq=False)
 class Shards:
-    """The layouts of this worker's columns, and their consequences in the present epoch.
+    """The layouts of this worker's columns, and which worker acts for which shard in the present epoch.
 
-    ``_columns``: each in the ring's order -> in Megatron's order of shards, instance by instance.  ``_assignment``: the
-    present worker of each slot.  ``_instances``: Megatron's optimizer instances; if there are several, they are the
-    copies.
+    ``_columns``: column in the ring's order -> its slots in Megatron's order of shards, instance by instance.
+    ``_assignment``: has the present worker of each slot.  ``_instances``: number of Megatron's optimizer instances; if
+    there are several, they are the copies of the state, without shadows.
     """
 
     _columns: Mapping[Column, Sequence[Slot]]
@@ -47,7 +47,7 @@ class Shards:
     _strides_for: Mapping[int, frozenset[str]] | None = field(default=None, init=False)
     _strides: dict[tuple[Column, int], int] = field(default_factory=dict, init=False)
     _gone: set[int] = field(default_factory=set, init=False)
-    """Workers that have been without a place since the layouts were made: their shards have missed an update."""
+    """Workers that have lost their place since the layouts were made, so that their shards may be out of date."""
 
     @property
     def columns(self) -> list[Column]:
@@ -61,37 +61,37 @@ class Shards:
         self.take_up({column: self._layout_with(column, 0, standing) for column in self._columns})
 
     def take_up(self, layouts: Mapping[Column, AnyLayout]) -> None:
-        """Use these layouts from now on, even if some of their holders are lost by now."""
+        """Use these layouts from now on, even if some of their workers are lost by now."""
         self._layouts = dict(layouts)
         self._gone.clear()
         self.planned()
 
     def forget(self) -> None:
-        """Drop the layouts: this worker has lost its place, so its shards will be out of date."""
+        """Drop the layouts, since this worker has lost its place, and its shards will be out of date."""
         self._layouts.clear()
         self._gone.clear()
         self._cuts.clear()
 
     @property
     def known(self) -> bool:
-        """True if this worker knows the layouts: not before it has taken a place."""
+        """True if this worker knows the layouts; it does not before it has taken a place."""
         return bool(self._layouts)
 
     def planned(self) -> None:
-        """Follow a new epoch, in which other workers may be in the slots."""
+        """Take up a new epoch, in which the slots may have other workers."""
         standing = set(self._assignment.standing.values())
         self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - standing
         self._cuts.clear()
 
     def stale(self) -> bool:
-        """Return whether the layouts are not those for the present workers."""
+        """Return whether the layouts must change, since they were made for other workers than the present ones."""
         return bool(self._gone) or any(self._layouts[column] != self.wanted(column) for column in self._columns)
 
     def layout(self, column: Column) -> AnyLayout:
         return self._layouts[column]
 
     def wanted(self, column: Column) -> AnyLayout:
-        """Return the layout for the workers that are present and stay."""
+        """Return the layout for the workers that are present and do not leave at the next boundary."""
         return self._layout_with(column, self._shadows, self._assignment.staying)
 
     def distrust_shadows(self) -> None:
@@ -100,11 +100,11 @@ class Shards:
         self.take_up(layouts)
 
     def to_json(self) -> Any:
-        """Return the layouts for a worker that takes a place of these columns and has no part in them."""
+        """Return the layouts as JSON, to be sent to a worker that takes a place in these columns."""
         return {"layouts": [_to_json(self.layout(column)) for column in self._columns], "gone": sorted(self._gone)}
 
     def from_json(self, value: Any) -> None:
-        """Take over the layouts that another member of these columns sent."""
+        """Use the layouts that another member of these columns sent; this worker holds no state of them."""
         layouts, gone = self.read(value)
         self.take_up(layouts)
         self._gone |= {*gone, self._assignment.me}
@@ -124,7 +124,7 @@ class Shards:
         return parts.layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
 
     def _stride(self, column: Column, order: Sequence[int]) -> int:
-        """Return the distance of copies for the present workers; cached, since it is asked before every step."""
+        """Return the distance between copies in the ring ``order``; cached, since it is needed before every step."""
         touched, present = self._assignment.decision.touched, self._layouts.get(column)
         if self._strides_for is not touched:
             self._strides_for, self._strides = touched, {}
@@ -141,11 +141,11 @@ class Shards:
         return frozenset(self._assignment.standing.values()) - self._gone
 
     def lost(self) -> list[int]:
-        """Return the workers whose part of the state no worker has any more."""
+        """Return the units, each named by its owner, whose state no worker has any more."""
         return sorted({unit for layout in self._layouts.values() for unit in parts.lost(layout, self.live)})
 
     def held(self, column: Column) -> tuple[int, ...]:
-        """Return the units of a column whose state this worker has: its own first; none for a new worker."""
+        """Return the units of a column whose state this worker has, its own unit first; empty for a new worker."""
         return () if self._assignment.me in self._gone else self._layouts[column].held(self._assignment.me)
 
     def speaks_for(self, column: Column, unit: int) -> bool:
@@ -153,9 +153,10 @@ class Shards:
         return parts.primary(self._layouts[column], unit, self.live) == self._assignment.me
 
     def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], frozenset[int]]:
-        """Return the spans of a bucket that each member of a column's ring sums; and where the sums go from there.
+        """Return the spans of a bucket that each member of a column's ring sums, and the distances to their shadows.
 
-        ``numel``: elements of the bucket.  The second result: distances, in members, to the other holders.
+        ``numel``: number of elements of the bucket.  The distances are in members of the ring: a sum is also sent to
+        the holders at these distances.
         """
         if (column, numel) not in self._cuts:
             standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
@@ -167,7 +168,7 @@ class Shards:
     # ---- what changes hands
 
     def moves(self, column: Column, new: AnyLayout, numel: int) -> list[Move]:
-        """Return this worker's share of the moves that lead to ``new`` in a bucket of ``numel`` elements."""
+        """Return the moves from or to this worker that lead to layout ``new``, in a bucket of ``numel`` elements."""
         every = parts.moves(self._layouts[column], new, self.live, numel)
         return [move for move in every if self._assignment.me in (move.source, move.target)]
 
@@ -179,11 +180,11 @@ class Shards:
         receive: Callable[[Sequence[ElementRange]], tuple[Place, Callable[[Any], None]]],
         progress: Callable[[], None],
     ) -> int:
-        """Send and receive all ``element_ranges``, by (source, target), both workers; return the bytes received.
+        """Send and receive all ``element_ranges``, by (source worker, target worker); return the bytes received.
 
-        ``give`` makes a tree of them (see ``trees.flatten``).  ``receive`` returns the place where such a tree arrives,
-        and a function that takes it over.  Everything is offered before anything is fetched, so no cycle of waits
-        arises.  Raises ``EpochRevoked``; the data received until then is incomplete.
+        ``give`` returns a tree with the state of ranges (see ``trees.flatten``).  ``receive`` returns the memory for
+        such a tree, and a function that is called with the received tree.  Everything is offered before anything is
+        fetched, so no cycle of waits arises.  Raises ``EpochRevoked``; then the received data is incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.standing.items()}
         me, came, offers = self._assignment.me, 0, dict[int, Offer]()

@@ -23,7 +23,7 @@ def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def wrong_chunks(tree: dict[str, Any]) -> list[int]:
-    """Return the numbers of the chunks of a snapshot that differ from what was taken."""
+    """Return the numbers of the chunks of a snapshot whose check sums are wrong."""
     found = checks_of(flatten(tree["state"])[1])
     if len(found) != len(tree["checks"]):
         raise Disagreement(f"a snapshot has {len(found)} chunks, but {len(tree['checks'])} check sums")
@@ -31,13 +31,13 @@ def wrong_chunks(tree: dict[str, Any]) -> list[int]:
 
 
 class Copy:
-    """A tree to be copied: its plain values as of now, its tensors as of the time of the copy."""
+    """A tree to be copied: its plain values are those at construction, its tensors those during ``make``."""
 
     def __init__(self, tree: Any) -> None:
         self._text, self.tensors = flatten(tree)
 
     def make(self, place: Place, stay: Callable[[], None]) -> Any:
-        """Return the same tree on the host, in tensors that ``place`` returns; ``stay`` raises to give up."""
+        """Return a copy of the tree in host tensors that ``place`` returns; ``stay`` raises to give up."""
         copied, own = unflatten(self._text, place)
         with torch.no_grad():
             for target, source in zip(own, self.tensors, strict=True):
@@ -47,7 +47,7 @@ class Copy:
 
 
 def apart(tree: Any) -> Any:
-    """Return the tree to load from: tensors that an optimizer may keep (numbers in tensors) are copies."""
+    """Return the tree to load a state from: tensors that an optimizer may keep (those of one number) are copies."""
     text, tensors = flatten(tree)
     left = iter(tensors)
 
@@ -59,9 +59,9 @@ def apart(tree: Any) -> Any:
 
 
 def room(before: Any) -> Place:
-    """Return the memory of an unused tree, where it fits: new memory takes longer to get than to fill.
+    """Return a function that reuses the memory of an unused tree where it fits, since new memory takes long to get.
 
-    Forked processes do not inherit it: a loader would keep the old contents in addition to the new ones.
+    Forked processes do not inherit new memory: a data loader would keep its old contents in addition to the new ones.
     """
     not_forked = partial(new_memory, advice=mmap.MADV_DONTFORK)
 

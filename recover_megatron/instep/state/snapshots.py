@@ -1,12 +1,12 @@
 """Snapshots that one worker keeps in host memory: of its own state, and of positions in other domains.
 
-    begin(V)   in a thread: copy the own state, compute check sums, offer it to its keeper; fetch others' states
-    copied     wait before anything is written to the memory passed to begin(V)
-    finish     all parts for this worker have arrived intact  --on all workers--> settle: V is complete
-    begin(V')  snapshots older than the newest complete one are overwritten; V stays until V' is complete
-    told       a worker joins an epoch: report its parts; parts still on their way then never arrive
-    follow     the plan: which snapshot is complete among live workers; at a rollback, which ones remain valid
-    load       a rollback: the own position's state, from here or from any holder; every chunk is checked
+    begin(V)   in a thread: copy the own state, compute check sums, offer the copy to its keeper; fetch others' states
+    copied     wait until the memory passed to begin(V) may be written again
+    finish     wait until all parts for this worker have arrived intact  --on all workers--> settle: V is complete
+    begin(V')  overwrite snapshots older than the newest complete one; V stays until V' is complete
+    told       the worker joins an epoch: report its parts; parts that have not arrived by then are abandoned
+    follow     take up a plan: which snapshot is complete among live workers; at a rollback, which remain valid
+    load       for a rollback: return a part from the own copy or from any holder; every chunk is checked
 
 A snapshot is the tree that a newcomer receives (`state_holder`), with a check sum of each of its chunks.
 """
@@ -39,11 +39,11 @@ log = get_logger(__name__)
 FAILED = "failed"
 """Key of the reason that is sent instead of a snapshot that could not be taken."""
 LOOK_SECONDS = 0.05
-"""Seconds between two checks, while waiting for a part on its way, whether to give up."""
+"""Seconds between two calls of ``stay``, which raises to give up, while ``finish`` waits for parts."""
 
 
 class Stopped(InStepError):
-    """Raised when the work in the background is of no use any more."""
+    """Raised in the background thread when its snapshot is not needed any more."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Held:
 
     @property
     def iteration(self) -> int:
-        """The iteration after which it was taken."""
+        """The iteration after which the snapshot was taken."""
         return self.name[0]
 
     @property
@@ -78,7 +78,7 @@ class _Job:
     whole: bool = False
     seconds: float = 0.0
     copied: threading.Event = field(default_factory=threading.Event)
-    """Set when no memory of the training is read any more."""
+    """Set once the snapshot no longer reads the training's memory."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def stay(self) -> None:
@@ -98,7 +98,7 @@ class SnapshotStore:
     _sure: SnapshotName | None = field(default=None, init=False)
     """The newest snapshot that is known to be complete."""
     _of: int = field(default=0, init=False)
-    """The timeline's epoch: all snapshots held are of its past."""
+    """The epoch of the present timeline, to which all held snapshots belong."""
     _epoch: int = field(default=0, init=False)
     """The newest epoch that this worker has followed, or in which it has begun a snapshot."""
     _over: int = field(default=0, init=False)
@@ -110,7 +110,7 @@ class SnapshotStore:
     interval: int = field(default=0, init=False)
     """Iterations between two snapshots, the same on all workers; 0: not decided yet."""
     wanted: bool = field(default=False, init=False)
-    """True if a plan of this run, the present one or an earlier one, has had copies."""
+    """True if any plan of this run so far wanted snapshots."""
 
     @property
     def size(self) -> int:
@@ -128,7 +128,7 @@ class SnapshotStore:
                 self._job.stopped = True
             job = self._job
         if job is not None:
-            job.copied.wait()  # after another epoch the caller may write to the copied memory
+            job.copied.wait()  # after the next epoch has begun, the caller may overwrite the memory being copied
         with self._lock:
             snapshots: tuple[Snapshot, ...] = tuple(
                 (one.part, one.iteration, self._of, one.name[1], one.parts) for one in self._held
@@ -140,7 +140,7 @@ class SnapshotStore:
             }
 
     def follow(self, decision: Decision) -> None:
-        """Follow the plan of an epoch that this worker has joined."""
+        """Take up the plan of an epoch that this worker has joined; drop snapshots that a rollback made invalid."""
         kept, (epoch, last) = decision.kept, decision.timeline
         with self._lock:
             self._epoch = max(self._epoch, decision.epoch)
@@ -174,15 +174,15 @@ class SnapshotStore:
         with self._lock:
             return None if self._sure is None else self._sure[0]
 
-    # ---- one is taken
+    # ---- a snapshot is taken
 
     def begin(self, taking: Taking, own: Mapping[int, Any], others: Mapping[int, tuple[int, str]]) -> None:
-        """Take a snapshot; the memory passed here must not be written to before ``copied`` returns.
+        """Begin to take a snapshot; the caller must not write to the memory passed here before ``copied`` returns.
 
-        Nothing is taken in an epoch that is over: a spare's thread may have reported so before this worker knows.
+        No snapshot is taken if its epoch is over, which the spare's thread may know before the main thread.
 
-        ``own``: the parts that this worker gives, or has as well as their giver.  ``others``: part -> its giver, and
-        the address of the giver's peer store.
+        ``own``: the parts that this worker gives to others, or has in the same state as their giver.  ``others``:
+        part -> its giver, and the address of the giver's peer store.
         """
         self._stop()
         copies = {part: Copy(tree) for part, tree in own.items()}
@@ -203,7 +203,7 @@ class SnapshotStore:
         self._jobs.put(functools.partial(self._run, job, to_copy, ready, others, unused))
 
     def copied(self) -> None:
-        """Return when the memory passed to the last ``begin`` is not read any more.  Raises nothing."""
+        """Wait until the memory passed to the last ``begin`` is not read any more.  Raises nothing."""
         if self._job is not None:
             self._job.copied.wait()
 
@@ -241,8 +241,8 @@ class SnapshotStore:
             job.whole = True
             self._inject("snapshot", job.taking.iteration + 1)
         except Stopped:
-            pass  # by the next plan it is taken again
-        except Exception as error:  # noqa: BLE001  the thread's boundary: the older one remains valid
+            pass  # after the next plan a new snapshot is taken
+        except Exception as error:  # noqa: BLE001  the thread must survive; the previous snapshot remains valid
             what = f"the snapshot after iteration {job.taking.iteration}"
             log.warning(f"{what} failed, the run keeps the previous one: {type(error).__name__}: {error}")
         finally:
@@ -256,7 +256,7 @@ class SnapshotStore:
         ready: Callable[[Callable[[], None]], AbstractContextManager[None]],
         unused: dict[int, Any],
     ) -> None:
-        """Copy and offer the own parts.  ``to_copy``: None for a part that is held already."""
+        """Copy and offer the parts that this worker gives.  ``to_copy``: None for a part that is held already."""
         given: set[int] = set()
         try:
             with ready(job.stay):
@@ -277,7 +277,7 @@ class SnapshotStore:
         except Stopped:
             raise
         except Exception as error:
-            for part in set(to_copy) - given:  # no worker must wait for it
+            for part in set(to_copy) - given:  # so that no keeper waits for this part
                 self._comm_config.offers.put(_on_its_way(job, part), Offer({FAILED: str(error)}))
             raise
 
@@ -295,7 +295,7 @@ class SnapshotStore:
             return next((one for one in self._held if (one.part, one.name) == (part, job.taking.name)), None)
 
     def finish(self, epoch: int, stay: Callable[[], None]) -> tuple[bool, float]:
-        """Wait for the parts of this epoch's snapshot; return whether all have arrived, and the seconds that it took.
+        """Wait for the parts of this epoch's snapshot; return whether all have arrived, and how many seconds it took.
 
         ``stay``: called meanwhile; raises to give up.
         """
@@ -312,13 +312,13 @@ class SnapshotStore:
         with self._lock:
             self._sure = self._job.taking.name
 
-    # ---- one is needed
+    # ---- a snapshot is loaded
 
     def load(self, part: int, kept: Kept, stay: Callable[[], None]) -> tuple[Any, int]:
-        """Return the state of a part, and the bytes received from others.
+        """Return the state of a part, and the number of bytes received from other workers.
 
-        Raises ``Spoiled`` if every holder's copy is corrupted, ``PeerLost`` if none can be reached, and what ``stay``
-        raises.
+        Without an intact copy raises ``Spoiled`` if some holder's copy is corrupted, else ``PeerLost`` or
+        ``Disagreement``.  Raises what ``stay`` raises.
         """
         errors: list[Exception] = []
         name = kept.iteration, kept.taken
