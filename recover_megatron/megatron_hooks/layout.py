@@ -30,8 +30,8 @@ def inner_ranks_of(args: Any, world: int) -> int:
 def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) -> list[int]:
     """Return the sizes in samples, in order, of the global batches after ``consumed`` samples in ``iteration`` steps.
 
-    ``args`` need not be validated by Megatron.  Empty if the sizes are unknown: Megatron will refuse the arguments, or
-    ``consumed`` is None (not known yet) and the run resumes a schedule from a checkpoint.
+    ``args`` need not be validated by Megatron.  Empty if the sizes are unknown, because Megatron
+    will refuse the arguments, or because ``consumed`` is None (unknown) and the run resumes a schedule.
     """
     schedule, fixed = getattr(args, "step_batch_size_schedule", None), getattr(args, "global_batch_size", None)
     if not schedule:
@@ -61,7 +61,7 @@ def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) 
 
 
 def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
-    """Return why Megatron would fail on some of these batches with ``ranks`` data-parallel ranks; empty if on none."""
+    """Return why Megatron would fail on a batch of ``batches`` with ``ranks`` data-parallel ranks; empty if on none."""
     micro, steps = getattr(args, "micro_batch_size", None), bool(getattr(args, "step_batch_size_schedule", None))
     if not micro or getattr(args, "decrease_batch_size_if_needed", False):
         return []
@@ -82,7 +82,7 @@ def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
 
 
 def _resumes(args: Any) -> bool:
-    """Return whether the run resumes from a checkpoint, or may: the tracker file does not cover every case."""
+    """Return whether the run resumes, or may resume, from a checkpoint; the tracker file does not show every case."""
     load = getattr(args, "load", None)
     if not load or getattr(args, "finetune", False):
         return False
@@ -93,7 +93,7 @@ def _resumes(args: Any) -> bool:
 def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
     """Return why the run cannot roll back to its checkpoints in place, as a clause; empty if it can.
 
-    ``optimizers``: those of Megatron.
+    ``optimizers``: Megatron's optimizers.
     """
     if reason := getattr(args, "no_rollback_reason", ""):  # set by another loop than Megatron-LM's
         return str(reason)
@@ -110,7 +110,7 @@ def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
 
 
 def spreads_optimizer(args: Any) -> bool:
-    """Return whether the optimizer's state is sharded over replicas; with Megatron-FSDP usually only inside each."""
+    """Return whether the optimizer's state is sharded over replicas; Megatron-FSDP usually shards inside a replica."""
     if getattr(args, "use_megatron_fsdp", False):
         return bool(getattr(args, "outer_dp_sharding_strategy", "no_shard") == "optim")
     return bool(args.use_distributed_optimizer)

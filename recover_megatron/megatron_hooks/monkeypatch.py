@@ -28,8 +28,8 @@ TESTED = "0.19.2"
 SUPPORTED = f"supported: Megatron {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, tested: {TESTED}"
 
 NEWER = (
-    f"Megatron {{version}} in {{root}} is newer than the tested versions ({SUPPORTED}). The start fails if a wrapped "
-    "function has another name or other parameters; other changes in Megatron are not detected"
+    f"Megatron {{version}} in {{root}} is newer than the supported versions ({SUPPORTED}). The start fails if a "
+    "wrapped function has another name or other parameters; other changes in Megatron are not detected"
 )
 SCRIPT = "pretrain_gpt"
 """Name of the GPT script at the root of a Megatron-LM checkout."""
@@ -43,7 +43,7 @@ def is_surviving() -> bool:
 
 
 def has_hooks() -> None:
-    """Record that the hooks are installed, for ``is_surviving``."""
+    """Record that the hooks are installed; afterwards ``is_surviving`` returns True."""
     global _surviving
     _surviving = True
 
@@ -60,7 +60,7 @@ class Megatron:
 
     @property
     def has_script(self) -> bool:
-        """Return whether it has its own training script: a Megatron-LM checkout, not a wheel."""
+        """Return whether ``root`` contains a training script: a Megatron-LM checkout does, a wheel does not."""
         return (self.root / f"{SCRIPT}.py").is_file()
 
 

@@ -3,7 +3,7 @@
 torch.distributed.init_process_group     the default group  --> EpochGroup
 parallel_state.create_group              over several replicas --> EpochGroup
                                          inside one replica    --> SwappableGroup, registered in ModelParallelGroups
-torch.distributed.new_group              the same, for other callers
+torch.distributed.new_group              handled like create_group, for other callers
 a new plan                               global ranks number the occupied slots, without gaps: rank 0 prints, the last
                                          rank logs, ranks 0 .. n-1 write checkpoints; sizes in Megatron's arguments
                                          stay those of the launch
@@ -104,9 +104,9 @@ RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOB
 class Groups:
     """Process groups of this worker.  Call ``install`` before Megatron creates any.
 
-    ``slot``: this worker's slot at launch, or the slot for which it builds its model ``alone``.  ``ports``: those of
-    the rendezvous store and the coordinators, to which this worker may still be connecting while Megatron creates its
-    groups.  ``device``: the worker's.  ``most``: the number of replicas that the run may grow to.
+    ``slot``: this worker's slot at launch, or the slot for which it builds its model ``alone``.  ``ports``: ports
+    of the rendezvous store and the coordinators, to which this worker may still connect while Megatron creates its
+    groups.  ``device``: the worker's.  ``most``: the number of replicas to which the run may grow.
     """
 
     def __init__(
@@ -133,18 +133,18 @@ class Groups:
         """True while Megatron creates a group: ``_create_group`` already handles its call of ``new_group``."""
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if those of this Megatron have unknown signatures."""
+        """Wrap the seams; raises UserError if this Megatron's functions have unknown signatures."""
         out_of_turn.begin()
         monkeypatch.wrap("create_group", self._create_group)
         for module in (dist, dist.distributed_c10d):
             integrate.wrap(module, "new_group", ("ranks",), self._new_group, monkeypatch.SUPPORTED)
         loop.wrap("initialize", self._initialize)
-        # Megatron attributes a line with a number of GPUs other than `args.world_size` to another job, and then does
-        # not find this job's start.
+        # Megatron attributes a line of its log whose number of GPUs is not `args.world_size` to another job, and then
+        # does not find this job's start.
         loop.wrap("world_size", lambda original: lambda: get_args().world_size)
 
     def again(self, slot: Slot) -> None:
-        """Forget all groups: everything will be built again, alone, for ``slot``."""
+        """Forget all groups: this worker will build everything again for ``slot``, without other workers."""
         self._begin(slot, alone=True)
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ class Groups:
                     everyone = self._world(None)
                     register_new(everyone, everyone.workers, str(kwargs["backend"]), default=True)
                 else:
-                    # It also carries messages inside a replica: those of an interleaved pipeline of two stages.
+                    # It also carries messages inside a replica, for an interleaved pipeline of two stages.
                     self.inside.make(lambda: make_default(*args, **kwargs))
 
             with monkeypatch.replaced(dist, init_process_group=init_process_group):
@@ -273,7 +273,7 @@ class Groups:
 
     @property
     def apart(self) -> bool:
-        """True if this worker takes no part in the training: its operations over replicas involve only itself."""
+        """True while this worker takes no part in the training, so its operations over replicas involve only itself."""
         return self.traffic.mode is Mode.ALONE
 
     def leave_training(self) -> None:
@@ -282,7 +282,7 @@ class Groups:
 
     @property
     def is_open(self) -> bool:
-        """True if this worker is between two decisions of the training."""
+        """True while this worker is between two decisions of the training."""
         return self.traffic.mode is Mode.OPEN
 
     def open(self) -> None:
@@ -294,7 +294,7 @@ class Groups:
         return self.traffic.during(Mode.STEP)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Return the context of a section that runs to its end after a failed operation: it is then repeated."""
+        """Return the context of a section that, after a failed operation, runs to its end and is then repeated."""
         return self.traffic.during(Mode.DEFERRED)
 
     @contextmanager
@@ -302,7 +302,7 @@ class Groups:
         """Context of a section: collectives inside the replica also use groups of the epoch.
 
         The workers of a replica learn of the epoch's end one after the other.  A worker that has learned of it goes to
-        the rendezvous, so a worker that has not must not wait for it inside the replica.
+        the rendezvous, so the replica's other workers must not wait for that worker in a group of the replica.
         """
         slots = self.grid.replicas[self._replica]
         with ExitStack() as stack:
@@ -315,7 +315,7 @@ class Groups:
             yield
 
     def regroup(self, view: View) -> None:
-        """Rebuild the groups inside the replica in which this worker now has a place, over its workers.
+        """Rebuild the groups inside the replica in which this worker now has a place, over the replica's workers.
 
         Every worker of that replica must call it.  Raises ``EpochRevoked`` and ``PeerLost``.
         """
@@ -342,8 +342,8 @@ class Groups:
     def left(self, manager: Manager) -> None:
         """Release all groups after this worker has left the training; it uses none until it has a place.  Main thread.
 
-        The epoch's groups are closed first, while the abort thread still watches this worker's exit: that may wait for
-        the device.
+        The epoch's groups are closed first, while the abort thread still watches this worker's exit: closing them
+        may wait for the device.
         """
         manager.release()
         self.inside.left()
@@ -379,7 +379,7 @@ def _renumbered(value: Any, ranks: dict[Slot, int]) -> Any:
 
 
 def column_of(group: Any) -> tuple[Slot, ...]:
-    """Return the slots of a Megatron group, including those that the run may grow into."""
+    """Return the slots of a Megatron group, including the slots into which the run may grow."""
     return group.places if isinstance(group, EpochGroup) else launched_of(group)
 
 

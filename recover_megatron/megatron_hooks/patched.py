@@ -40,7 +40,7 @@ SCRIPTS = (
     *("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_vlm.py", "train_rl.py"),
     *("examples/bert/pretrain_bert.py", "examples/multimodal/train.py", "examples/t5/pretrain_t5.py"),
 )
-"""Scripts of a checkout that use Megatron's loop and have been reviewed."""
+"""Scripts of a Megatron-LM checkout that use Megatron's loop and were reviewed for this package."""
 UNKNOWN = (
     "{} is not one of Megatron's training scripts; it is accepted because it calls Megatron's pretrain(). It must get "
     "each microbatch from the iterator of its forward step, and must not draw random numbers or keep counters of its "
@@ -75,13 +75,13 @@ def as_imported() -> None:
 
 def _insert(name: str, wrapper: Wrapper, module: ModuleType) -> None:
     if getattr(getattr(module, name, None), "is_ours", False):
-        return  # a patch did
+        return  # a patch has wrapped it
     with _refusing():
         ENTRY[name].wrap(wrapper, SUPPORTED)
 
 
 def before_megatron(module: str = "megatron.core") -> None:
-    """Check Megatron's version and choose the device; called at the top of ``module``, the first of Megatron."""
+    """Check Megatron's version and choose the device; called at the top of ``module``, Megatron's first module."""
     global _begun
     if is_in_charge() or _begun:
         return
@@ -198,7 +198,7 @@ class _Call:
         self._rank = os.environ.get("RANK")
         from megatron.training import get_args
 
-        # One deepcopy of both: shared objects stay shared.  Megatron keeps changing the originals.
+        # One deepcopy of both, so that shared objects stay shared.  Megatron changes the originals.
         self._kept = copy.deepcopy((get_args(), bound.arguments["cfg_container"]))
 
     def arguments(self) -> argparse.Namespace:
@@ -209,7 +209,7 @@ class _Call:
     def __call__(self) -> None:
         if os.environ["RANK"] != self._rank:
             self._configure()
-        self._rank = None  # the originals are used up: configure again at the next call, for any rank
+        self._rank = None  # pretrain() changes the originals: configure again at the next call, for any rank
         self._pretrain(*self._bound.args, **self._bound.kwargs)
 
     def _configure(self) -> None:

@@ -225,7 +225,7 @@ def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(runs: 
     result = equal(runs, case.altered("pacing.late_states"))
     assert result.said.count(BESIDE) == 1, result.told()
     assert [plan["repaired"] for plan in result.plans.values() if plan["repaired"]] == [[3]]
-    assert "differs from that of its column" in result.log(3)
+    assert "differs from its column's state" in result.log(3)
 
 
 @pytest.mark.parametrize("iteration", some("lost position", [3, 8], 1))

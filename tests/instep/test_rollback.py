@@ -400,7 +400,7 @@ def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenar
         "the same processes"
     )
     assert result.replicas[-1] == scenario.replicas, result.told()
-    assert "memory tier: snapshots every 2 iterations; up to 0.00" in result.said, result.told()
+    assert "memory tier: snapshots every 2 iterations need up to 0.00" in result.said, result.told()
     backs = result.of_training("rolled back")
     # A worker of the node that left its broken replica before it came to the phase dies when it comes there again.
     later = sum("takes position" in result.log(worker) for worker in struck)
@@ -416,7 +416,7 @@ def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenar
 def test_where_no_node_has_all_of_a_position_nothing_is_kept(runs: Runs) -> None:
     case = replace(LOST, strikes=(), iterations=3, nodes=("a", "b", "a", "b"))
     result = runs.check(case)
-    assert result.said.count("memory tier: off: no failure domain holds all copies of any part of the state") == 1
+    assert result.said.count("memory tier: off, since no failure domain holds all copies of any part of the state") == 1
     assert "memory tier: snapshots" not in result.said
 
 
@@ -424,5 +424,5 @@ def test_a_host_without_the_memory_for_it_is_refused_at_the_start(runs: Runs) ->
     result = runs(replace(LOST, strikes=(), iterations=3).altered("faulty.poor_host", 2))
     assert 0 not in result.ended.codes, result.told()
     assert result.steps == []
-    assert "GiB of host memory per worker, which a host does not have: no snapshots are taken" in result.said
-    assert "--recover-memory-tier: a host does not have the memory for it" in result.said
+    assert "GiB of host memory per worker; a host lacks this memory, so no snapshots are taken" in result.said
+    assert "--recover-memory-tier: a host lacks the memory for snapshots" in result.said

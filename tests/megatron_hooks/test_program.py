@@ -350,7 +350,7 @@ def test_an_unsupported_megatron_is_refused_with_the_supported_ones(
 
 def test_a_newer_megatron_is_taken_with_a_warning_and_its_seams_decide(tmp_path: Path) -> None:
     done = start_with(fake_megatron(tmp_path, 20, script=True))
-    assert f"recover: warning: Megatron 0.20.1 in {tmp_path} is newer than the tested versions" in done.stderr
+    assert f"recover: warning: Megatron 0.20.1 in {tmp_path} is newer than the supported versions" in done.stderr
     assert "is not supported" not in done.stderr
 
 
@@ -661,7 +661,7 @@ def test_why_the_sizes_of_a_checkpoint_cannot_be_read_is_told(tmp_path: Path) ->
     (folder / "model_optim_rng.pt").write_text("cut off")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     args = parsed(True, "--use-checkpoint-args", "--load", str(tmp_path))
-    with pytest.raises(UserError, match=r"--use-checkpoint-args: Megatron ends: .*could not load the checkpoint"):
+    with pytest.raises(UserError, match=r"--use-checkpoint-args: Megatron would exit: .*could not load the checkpoint"):
         with_checkpoint_args(args)
     with pytest.raises(UserError, match="--use-checkpoint-args needs a checkpoint: give --load FOLDER"):
         with_checkpoint_args(parsed(True, "--use-checkpoint-args"))

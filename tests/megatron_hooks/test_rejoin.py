@@ -229,7 +229,7 @@ def test_after_the_run_went_back_to_its_start_a_host_without_the_memory_does_not
     monkeypatch.setattr(memory_tier, "available_memory", lambda: 1)
     decision = decide(5, STATUSES, GRID, RULES)
     memory, store = tier(0, decision, version=0)
-    with pytest.raises(UserError, match="a host does not have the memory for it"):
+    with pytest.raises(UserError, match="a host lacks the memory for snapshots"):
         memory.at_boundary()
     memory, store = tier(0, replace(decision, timeline=(5, 0)), version=0)
     memory.at_boundary()
@@ -244,7 +244,7 @@ def test_a_run_is_refused_at_its_start_that_would_lack_memory_once_it_has_moment
     monkeypatch.setattr(memory_tier, "available_memory", lambda: 50_000)
     for to_come, taken in ((0, True), (10_000, False)):
         memory, store = tier(0, decision, version=0, sharded=sharded, to_come=to_come)
-        with nullcontext() if taken else pytest.raises(UserError, match="a host does not have the memory for it"):
+        with nullcontext() if taken else pytest.raises(UserError, match="a host lacks the memory for snapshots"):
             memory.at_boundary()
         assert len(store.begun) == taken
 
@@ -448,7 +448,7 @@ def test_a_worker_whose_state_differs_and_gets_no_other_gives_up_its_place(error
         exchange.at_boundary()
     assert noted == []
     (why,) = left
-    assert why.startswith("its state differs from that of its column")
+    assert why.startswith("its state differs from its column's state")
 
 
 def test_a_worker_that_receives_a_state_makes_progress_as_long_as_it_comes() -> None:

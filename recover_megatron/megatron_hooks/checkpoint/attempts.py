@@ -2,9 +2,9 @@
 
     SAVE/attempt_0000008_TERM_EPOCH_DECISION/...  --all have written-->  SAVE/iter_0000008/...  --> the tracker file
 
-An attempt ends when a worker is lost, and the others begin another one.  An evicted worker may still write, now or when
-its host wakes up hours later, to open files or by name: that affects only its own attempt.  Attempts are never loaded:
-Megatron follows the tracker file to ``iter_``.  Leftovers of attempts are removed when the next attempt begins.
+If a worker is lost, the attempt ends and the survivors begin another attempt.  An evicted worker may still write, even
+hours later when its host wakes up, to open files or by name; that affects only the attempt that has ended.  Attempts
+are never loaded, because Megatron follows the tracker file to ``iter_``.  The next attempt removes leftover attempts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 _NAME = re.compile(r"attempt_(\d{7,})_([0-9a-f]+)_(\d+)_(\d+)(\.replaced)?")
 
 _NO_RENAMING = (errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EMFILE, errno.ENFILE)
-"""Errors of file systems that cannot rename a folder, or not one with this many files: then its files are copied."""
+"""Errors of file systems that cannot rename a folder, or not a folder with this many files; the files are copied."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Attempt:
 def publish(folder: str, final: str) -> None:
     """Rename a complete attempt to ``final``, replacing an earlier checkpoint.
 
-    A second or late call changes nothing: the attempt no longer exists.
+    A second or late call changes nothing, because the folder of the attempt no longer exists.
     """
     try:
         _move(folder, final)
@@ -63,7 +63,7 @@ def publish(folder: str, final: str) -> None:
     _move(final, replaced)
     try:
         _move(folder, final)
-    except FileNotFoundError:  # another worker has published it meanwhile, before or after the rename above
+    except FileNotFoundError:  # another worker has published the attempt, before or after the rename above
         if not os.path.isdir(final):
             _move(replaced, final)
             return
@@ -71,7 +71,7 @@ def publish(folder: str, final: str) -> None:
 
 
 def clean(parent: str, attempt: Attempt, keep: Collection[Attempt]) -> None:
-    """Remove the folders of earlier attempts in ``parent``, except those in ``keep``."""
+    """Remove the folders of earlier attempts in ``parent``, except the attempts ``keep``."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(parent)):
             if found := _NAME.fullmatch(name):
@@ -87,7 +87,7 @@ def _move(folder: str, final: str) -> None:
     except OSError as error:
         if error.errno not in _NO_RENAMING:
             raise
-        if not os.path.isdir(folder):  # not every file system checks that first
+        if not os.path.isdir(folder):  # not every file system checks this first
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
         discard(final)
         shutil.copytree(folder, final, dirs_exist_ok=True)
@@ -95,7 +95,7 @@ def _move(folder: str, final: str) -> None:
 
 
 def discard(path: str) -> None:
-    """Remove ``path`` as far as possible: an evicted worker may be writing there; the next attempt tries again."""
+    """Remove ``path`` as far as possible; the next attempt removes files that an evicted worker is still writing."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -1,16 +1,16 @@
-"""Failures of checkpoint writers: no worker waits forever, and all learn whose part is missing, and why.
+"""Failures of checkpoint writers: no worker waits forever, and all learn which worker's part is missing, and why.
 
-A process of each worker writes its asynchronous checkpoints.  In three cases Megatron would wait for it forever:
+Each worker has a process that writes asynchronous checkpoints.  In three cases Megatron would wait forever for it:
 
-it has died     by the OOM killer, or because a part could not be written (Megatron reports an error only from the part
-                that has no thread). Here the waiting worker gets ``WriterDied``
-it is stopped   by a debugger or a SIGSTOP; or the manager process is stopped, which keeps its results until they are
-                fetched.  After the hang timeout it counts as dead: ``WriterStopped``
-nothing to do   if a worker has no part in a checkpoint, Megatron gives the process no work, but waits for it if it had
-                work in an earlier checkpoint.  That happens with --recover: the writers of parts change with the number
-                of replicas.  Here it gets a request that completes at once
+it has died     The OOM killer has killed it, or a part could not be written (Megatron reports only an error in the part
+                that is written without a thread).  The waiting worker then gets ``WriterDied``
+it is stopped   A debugger or a SIGSTOP has stopped it, or has stopped the manager process, which keeps the results
+                until they are fetched.  After the hang timeout the worker gets ``WriterStopped``
+nothing to do   If a worker has no part in a checkpoint, Megatron gives the process no work, but waits for it if it has
+                written for an earlier checkpoint.  With --recover that happens, because the workers that write change
+                with the number of replicas.  The process then gets a request that completes at once
 
-The results of any checkpoint pass through a manager process: a dead manager, or one without its socket, is replaced.
+The results of every checkpoint pass through a manager process.  A dead manager, or one without its socket, is replaced.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ class WriterDied(Exception):
 
 
 class WriterKilled(WriterDied):
-    """The process was killed by a signal: a fault of this worker's host."""
+    """The process that writes checkpoints was killed by a signal, which counts as a fault of this worker's host."""
 
 
 class WriterStopped(WriterKilled):
-    """The process or its manager has been stopped for longer than the hang timeout."""
+    """The process that writes checkpoints, or its manager, has been stopped for longer than the hang timeout."""
 
 
 class Watch:
-    """Times since which processes of this worker are stopped, and the limit for that (``seconds``)."""
+    """Detects processes of this worker that have been stopped for more than ``seconds``."""
 
     def __init__(self) -> None:
         self.seconds = math.inf
         self._since: dict[int, float] = {}
 
     def running(self, *processes: Any) -> bool:
-        """Return whether none of these processes, nor the manager, is stopped.  Raises ``WriterStopped``."""
+        """Return whether these processes and the manager run.  Raises ``WriterStopped`` if one is stopped too long."""
         now = time.monotonic()
         stopped = [each.pid for each in (*processes, manager()) if each is not None and is_stopped(each.pid)]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
@@ -85,13 +85,13 @@ watch = Watch()
 
 
 def manager() -> Any:
-    """Return the manager process, which keeps the results of writers until they are fetched; None without one."""
+    """Return the manager process, which keeps the results of writers until they are fetched; None if there is none."""
     queue = filesystem_async._results_queue
     return None if queue is None else queue._manager._process
 
 
 def without_a_lost_manager() -> None:
-    """Forget a manager that no longer responds: the next checkpoint gets another one."""
+    """Forget the manager if it is dead or stays stopped, so that the next checkpoint starts another manager."""
     process = manager()
     try:
         watch.wait()
@@ -107,10 +107,10 @@ def _forget_dead_manager() -> None:
 
 
 def without_lost_sockets() -> None:
-    """Replace listeners whose socket file was removed from TMPDIR, while no checkpoint is pending.
+    """Replace listeners whose socket file was removed from TMPDIR.  Call it while no checkpoint is pending.
 
-    Python does not notice: a process of each worker would fail when it connects.  If they cannot be replaced, a warning
-    is logged, and the checkpoint reports its error.
+    Python does not notice the removal, and the writing process would fail when it connects.  If a listener cannot be
+    replaced, a warning is logged, and the next checkpoint reports the error.
     """
     sharer, keeper = resource_sharer._resource_sharer, manager()  # type: ignore[attr-defined]
     of_keeper = None if keeper is None else filesystem_async._results_queue._manager.address
@@ -123,7 +123,7 @@ def without_lost_sockets() -> None:
     try:
         os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
         if os.stat(folder).st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "another user has created it since", folder)
+            raise PermissionError(errno.EPERM, "another user has created this folder meanwhile", folder)
         if sharer._address in lost:
             # Python removes it at exit.
             os.close(os.open(sharer._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
@@ -131,7 +131,7 @@ def without_lost_sockets() -> None:
         log.warning(f"cannot replace socket files in TMPDIR, so the next checkpoint may fail: {error}")
         return
     if sharer._address in lost:
-        # Its thread keeps the old listener forever: no connection can reach it to stop it.
+        # The sharer's thread keeps the old listener forever, because no connection can reach the thread to stop it.
         sharer._listener = sharer._address = sharer._thread = None
     if of_keeper in lost:
         keeper.kill()
@@ -149,7 +149,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def install(parts: Parts) -> None:
-    """Wrap Megatron-Core's writer and the caller of its process; raises UserError if their signatures are unknown."""
+    """Wrap Megatron-Core's checkpoint writer and its process; raises UserError if a wrapped signature is unknown."""
     monkeypatch.wrap("FileSystemWriterAsync.get_save_function_and_args", _reporting)
     monkeypatch.wrap("FileSystemWriterAsync.retrieve_write_results", parts.noting_results)
     monkeypatch.wrap("PersistentAsyncCaller.schedule_async_call", _schedule)
@@ -182,10 +182,10 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
 
 def _is_done(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_current_async_call_done(self: Any, blocking: bool = False, no_dist: bool = False) -> bool:
-        # Wait as the original does; it does not wait once ``cur_item`` is set.
+        # Wait here: the original does not wait once ``cur_item`` is set, so it cannot wait forever for a dead process.
         while self.process and self.cur_item is None:
             watch.running(self.process)
-            alive = self.process.is_alive()  # read first: it may report its result and then exit
+            alive = self.process.is_alive()  # read before the queue: the process may report its result and then exit
             try:
                 self.cur_item = self._persistent_comp_q.get(timeout=POLL_SECONDS if blocking else 0)
             except Empty:
@@ -233,7 +233,7 @@ class _Preloading:
         self._queue.put(item)
 
     def join(self) -> None:
-        """Wait until the process has its copy.  Raises ``WriterDied``."""
+        """Wait until the process has copied the tensors.  Raises ``WriterDied`` if the process ends first."""
         thread = threading.Thread(target=self._queue.join, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -245,7 +245,7 @@ class _Preloading:
 
 
 def wait(caller: Any) -> None:
-    """Wait until ``caller`` has finished its first request, without communication, or its process is dead."""
+    """Wait, without communication, until ``caller`` has finished its first request or its process is dead."""
     try:
         caller.is_current_async_call_done(True, True)
     except WriterDied as error:
@@ -258,7 +258,7 @@ _WORKER_FAILURE = "Worker failure: "
 
 
 class PartFailed(Exception):
-    """A part cannot be written.  ``own``: only this worker's, while others have written theirs."""
+    """A part of a checkpoint cannot be written.  ``own``: the fault is this worker's; other workers can write."""
 
     def __init__(self, message: str, *, own: bool) -> None:
         super().__init__(message)
@@ -266,16 +266,16 @@ class PartFailed(Exception):
 
 
 class Parts:
-    """Error exchange about the parts of checkpoints, on one worker.
+    """Exchange of errors in the parts of checkpoints, on one worker.
 
-    If a part cannot be written, Megatron tells all workers that some part is missing, only the planning worker whose,
-    and none the reason.  Here all learn both.  If other workers have written their parts, the failed workers exit, and
-    the others write again without them.
+    If a part cannot be written, Megatron reports to all workers only that some part is missing.  The planning worker
+    learns which worker failed, and no worker learns why.  Here all workers learn both.  If some workers have written
+    their parts, the failed workers exit, and the rest write the checkpoint again without the failed workers.
     """
 
     def __init__(self) -> None:
         self._idle = False
-        """True if the last part was empty: then it is unknown whether this worker can write one."""
+        """True if this worker's last part was empty, so that it is unknown whether this worker can write."""
 
     def noting_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def retrieve_write_results(self_: Any) -> Any:
@@ -288,9 +288,9 @@ class Parts:
 
     @contextmanager
     def told(self, manager: Manager) -> Iterator[None]:
-        """Context in which a failed part raises ``PartFailed`` on workers that exit, ``EpochRevoked`` on the others.
+        """Context in which a failed part raises ``PartFailed`` on workers that must exit, ``EpochRevoked`` on the rest.
 
-        All workers of the epoch enter it.
+        All workers of the epoch must enter this context.
         """
         self._idle = False
         try:
@@ -305,7 +305,7 @@ class Parts:
             me = dist.get_rank()
             others_can = any(rank not in failed and not idle for rank, (_, idle) in enumerate(reports))
             if others_can and me not in failed:
-                view.groups.any(False, tuple(sorted(view.live)))  # until the failed workers are gone
+                view.groups.any(False, tuple(sorted(view.live)))  # wait until the failed workers have exited
             rank_failed = me if me in failed else min(failed, default=me)
             text = failed.get(rank_failed, signature(error))
             raise PartFailed(f"worker {view.decision.workers[rank_failed]}: {text}", own=others_can) from error
@@ -314,7 +314,7 @@ class Parts:
 def forget_variables(error: BaseException) -> None:
     """Clear the local variables in the tracebacks of ``error`` and of its causes.
 
-    If a part could not be written, one of them is a view of a BytesIO (``data.getbuffer()`` in ``_write_item`` of
+    If a part could not be written, one variable is a view of a BytesIO (``data.getbuffer()`` in ``_write_item`` of
     torch's distributed/checkpoint/filesystem.py) in a reference cycle with the error.  CPython 3.12.1 crashes with
     SIGSEGV when it collects such a cycle (``bytesiobuf_releasebuffer`` in Modules/_io/bytesio.c, gh-111049; fixed in
     3.13.0), also in Megatron and in torch's checkpoints without this package.
@@ -334,7 +334,7 @@ def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
-    """Write as ``save`` does, but report the original error: Megatron reports only its type, or the process exits.
+    """Write as ``save`` does, but report the original error; Megatron reports only its type, or the process exits.
 
     May run in a separate process.
     """
@@ -349,7 +349,7 @@ def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> N
 
     def write_and_look(*args: Any, results_queue: Any, **kwargs: Any) -> Any:
         file = kwargs["write_bucket"][0]
-        if results_queue is not None:  # in a thread: noted before the other thread continues
+        if results_queue is not None:  # in a thread: note the error before the queue's reader continues
             return write_one(*args, results_queue=_Looking(results_queue, partial(look, file=file)), **kwargs)
         written = write_one(*args, results_queue=None, **kwargs)
         look(written, file)

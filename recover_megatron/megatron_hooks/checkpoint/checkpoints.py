@@ -1,14 +1,15 @@
-"""Checkpoints of a changing set of workers: each is a section, which the survivors of a loss repeat from the start.
+"""Checkpoints of a changing set of workers: if a worker is lost, the survivors save from the start again.
 
-save_checkpoint()              a section; an asynchronous checkpoint is pending when it returns
-maybe_finalize_async_save()    a section if a checkpoint is pending.  All workers abandon it if one of its writers is
-                               lost, or if they disagree about it; it is saved again if no step was made since
+save_checkpoint()              runs as a section; an asynchronous checkpoint is pending when it returns
+maybe_finalize_async_save()    runs as a section if a checkpoint is pending.  All workers abandon the checkpoint if a
+                               worker that writes it is lost, or if the workers disagree about it; they save it again
+                               if no step was made since
 
 Each run of the section writes into a separate folder (`attempts`), through wrapped functions of Megatron:
 
 get_checkpoint_name()               returns the attempt's folder instead of ``iter_``
-get_checkpoint_tracker_filename()   called by rank 0 when all have written: the folder is renamed first
-schedule_async_save()               renames by a finalization of the asynchronous call, before the tracker file's
+get_checkpoint_tracker_filename()   called by rank 0 when all workers have written: renames the folder first
+schedule_async_save()               adds a finalize function that renames the folder before the tracker file is written
 """
 
 from __future__ import annotations
@@ -53,31 +54,31 @@ _WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
-"""Modules with a queue of the results of writers."""
+"""Names of modules that have a queue with the results of checkpoint writers."""
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Saved arguments of Megatron that change in a skipped iteration or an evaluation."""
 _LOST = object()
-"""Result: the pending checkpoint was abandoned, and the state is still the saved one."""
+"""Result of a section that abandoned the pending checkpoint, while the state is still the one that it saved."""
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A pending checkpoint: its asynchronous call is not finalized."""
+    """A pending checkpoint, whose asynchronous call is not finalized."""
 
     attempt: Attempt
     folders: dict[str, str]
     """Folder of the attempt -> final folder."""
     writers: list[int]
-    """The workers that write it."""
+    """Ids of the workers that write the checkpoint."""
     source: str
-    """Name of the argument with its folder (``instep.decision.Checkpoint``)."""
+    """Name of the argument that gives the checkpoint's folder, as in ``instep.decision.Checkpoint``."""
 
 
 class Checkpoints:
     """The checkpoints of one worker.
 
     ``trained``: returns the parts of the trained model, or None.  ``manager``: returns None until the training begins;
-    a checkpoint is then Megatron's own.
+    until then a checkpoint is saved by Megatron alone.
     """
 
     def __init__(
@@ -96,24 +97,24 @@ class Checkpoints:
         self._folders: dict[str, str] = {}
         """Folder of the present attempt -> final folder."""
         self._under_way: list[UnderWay] = []
-        """Oldest first."""
+        """The pending checkpoints, oldest first."""
         self._settled = 0
-        """The last epoch in which all workers had the same pending checkpoints."""
+        """The last epoch in which the workers compared their pending checkpoints."""
         self._lost = False
         """True if the last asynchronous checkpoint was abandoned."""
         self._again: tuple[int, Callable[[], Any]] | None = None
-        """The last iteration that was saved asynchronously, and a function that saves it again."""
+        """The last iteration that was saved asynchronously, and a function that saves it again; None: there is none."""
         self._source = "save"
-        """Name of the argument with the folder of the present attempt."""
+        """Name of the argument that gives the checkpoint's folder in the present attempt."""
         self.complete: Sequence[Checkpoint] = ()
         """The newest complete checkpoints of this run."""
         self.unreadable: set[int] = set()
         """Iterations of checkpoints that this worker could not load."""
         self._notifications: list[Callable[[], Any]] = []
-        """Calls to make after the section: a folder is reported once it has its final name."""
+        """Calls that report a folder's final name; they are made after the section, when the folder has this name."""
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if those of the loop have unknown signatures."""
+        """Wrap the seams; raises UserError if the loop's functions have unknown signatures."""
         loop.wrap("save", self._save)
         loop.wrap("finalize_saves", self._finalize)
         loop.wrap("checkpoint_folder", self._name)
@@ -145,14 +146,14 @@ class Checkpoints:
                 self._folders = {}
                 self._notifications.clear()
                 try:
-                    # After a loss, other workers write the parts of the lost: the save is planned again each time.
+                    # After a loss other workers write the lost workers' parts, so each save is planned again.
                     replan = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
                     with self._groups.in_section(), replan, self._parts.told(manager):
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
                         self._publish(manager, self._folders)
                     return result
-                except BaseException as error:  # torch's CheckpointException is no Exception
+                except BaseException as error:  # torch's CheckpointException does not derive from Exception
                     self._explain(error, f"the checkpoint of iteration {iteration}")
                     raise
                 finally:
@@ -176,8 +177,8 @@ class Checkpoints:
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
             manager = self._manager()
-            # The same answer on all workers: those that ran the last section together have the same pending, and at a
-            # boundary where others join none is pending.
+            # All workers get the same answer: workers that ran the last section together have the same pending
+            # checkpoints, and no checkpoint is pending at a boundary at which workers join.
             if manager is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
             written: list[Checkpoint] = []
@@ -196,8 +197,8 @@ class Checkpoints:
                         self._publish(manager, finalized.folders)
                         written.append((finalized.attempt.iteration, finalized.source))
                     return result
-                except BaseException as error:  # torch's CheckpointException is no Exception
-                    # Megatron removes a written call from its queue before it finalizes it.
+                except BaseException as error:  # torch's CheckpointException does not derive from Exception
+                    # Megatron removes a call that has been written from its queue before it finalizes the call.
                     at = len(self._under_way) - _calls() - (not isinstance(error, checkpoint_writers.WriterDied))
                     failed = [finalized] if finalized else self._under_way[max(at, 0) :]
                     which = f"of iteration {failed[0].attempt.iteration}" if failed else "being written"
@@ -216,11 +217,11 @@ class Checkpoints:
         return maybe_finalize_async_save
 
     def _settle(self, manager: Manager) -> None:
-        """Abandon the pending checkpoints on all workers, if they differ; all call it at the start of a section.
+        """Abandon the pending checkpoints on all workers, if the workers have different ones.
 
-        Within an epoch they are the same.  If the epoch ends in the middle of a section, some workers may have
-        finalized a checkpoint, or abandoned it for a new attempt, and others not; and the part of a lost worker may be
-        incomplete.  Raises ``EpochRevoked``.
+        All workers call it at the start of a section.  Within an epoch their pending checkpoints are the same.  If the
+        epoch ends in the middle of a section, only some workers may have finalized a checkpoint, or abandoned it for a
+        new attempt; and the part of a lost worker may be incomplete.  Raises ``EpochRevoked``.
         """
         view = manager.view
         if view.epoch == self._settled:
@@ -231,11 +232,11 @@ class Checkpoints:
         self._settled, self._lost = view.epoch, bool(lost) or not same_for_all
         if not same_for_all:
             self._abandon(manager)
-            # The next attempt removes the folders of this one: wait until no worker's writer uses them.
+            # The next attempt removes the abandoned folders: wait until no worker's writer uses them.
             view.groups.any(False, tuple(sorted(view.live)))
 
     def _fingerprint(self, workers: list[int]) -> float:
-        """Return a hash of the pending checkpoints; 0: there is none; -1: they cannot be completed."""
+        """Return a hash of the pending checkpoints; 0: none is pending; -1: the checkpoints cannot be completed."""
         if len(self._under_way) != _calls() or any(each.writers != workers for each in self._under_way):
             return -1.0
         return 1.0 + zlib.crc32(repr([each.attempt for each in self._under_way]).encode()) if self._under_way else 0.0
@@ -273,7 +274,7 @@ class Checkpoints:
             complete = self._attempt is not None and dist.get_rank() == 0 and not get_args().async_save
             if complete and manager is not None:
                 self._publish(manager, self._folders)
-                self._attempt = None  # later files (main: the tokenizer) belong to the final folder
+                self._attempt = None  # later files (in Megatron's main: the tokenizer) belong to the final folder
             return original(self._folders.get(path, path), *args, **kwargs)
 
         return written
@@ -283,8 +284,8 @@ class Checkpoints:
             attempt, folders, manager = self._attempt, self._folders, self._manager()
             if attempt is not None and manager is not None and attempt not in (o.attempt for o in self._under_way):
                 self._under_way.append(UnderWay(attempt, folders, manager.view.decision.workers, self._source))
-                # Megatron counts the calls, and compares the counts: a worker that joined late, or whose attempt ended
-                # before this point, has counted fewer.
+                # Megatron counts the calls and compares the counts of all workers, but a worker that joined late, or
+                # whose attempt ended before this point, has counted fewer calls.
                 _queue().call_idx = 2 * manager.view.number
             for at, function in enumerate(async_request.finalize_fns):
                 if manager is not None and getattr(function, "__name__", "") == "iter_finalize_fn":
@@ -295,10 +296,10 @@ class Checkpoints:
         return schedule_async_save
 
     def _publish(self, manager: Manager, folders: dict[str, str]) -> None:
-        """Rename the folders to their final names, after all have written.  Rank 0 does it first; later workers find it
-        done, unless their hosts have separate disks.
+        """Rename the folders to their final names, after all workers have written.
 
-        First checks that this worker, which may have been stopped, was not evicted: the tracker file is written next.
+        Rank 0 renames them; another worker renames a folder that still exists, for hosts with separate disks.  First
+        checks that this worker, which may have been stopped, was not evicted: the tracker file is written next.
         """
         manager.wait_in_touch()
         for folder, final in folders.items():
@@ -327,12 +328,12 @@ class Checkpoints:
     # ---- failures
 
     def _explain(self, error: BaseException, what: str) -> None:
-        """Raise ``CheckpointFailed``, which ends this worker; return if ``error`` results from another worker's end."""
+        """Raise ``CheckpointFailed``, which ends this worker; return if an exit or a lost worker caused ``error``."""
         if isinstance(error, (MembershipError, InStepError, SystemExit, KeyboardInterrupt)) or is_communication(error):
             return
         save = get_args().save
         for folder in [*self._folders, *(folder for each in self._under_way for folder in each.folders)]:
-            discard(folder)  # no other worker will complete it, and the others need the space
+            discard(folder)  # no worker will complete the attempt, and the other workers need the space
         why, own = _reason(error, save)
         last, to_folder = self._records.last_checkpoint(), is_write(error, save)
         failed = f"cannot be written to {save}" if to_folder else "has failed"
@@ -341,12 +342,12 @@ class Checkpoints:
         ) from error
 
     def _abandon(self, manager: Manager) -> None:
-        """Abandon pending checkpoints.  The tracker file names the one before."""
+        """Abandon the pending checkpoints.  The tracker file still names the checkpoint before them."""
         if number := self._forget_calls():
             manager.log("checkpoint abandoned", number=number)
 
     def went_back(self, iteration: int) -> None:
-        """Forget checkpoints newer than ``iteration``, to which the run rolled back: no rollback may use them later."""
+        """Forget checkpoints newer than ``iteration``, the rollback's target, so that no later rollback uses them."""
         self.complete = [one for one in self.complete if one[0] <= iteration]
 
     def forget(self) -> None:
@@ -355,9 +356,9 @@ class Checkpoints:
         self._again, self._lost = None, False
 
     def _forget_calls(self) -> int:
-        """Wait for this worker's own writes, without communication, and forget them; returns their number."""
+        """Wait, without communication, for this worker's pending writes, forget them, and return their number."""
         calls = _calls()
-        number = max(calls, len(self._under_way))  # fewer calls: others could not finalize one with this worker
+        number = max(calls, len(self._under_way))  # if calls are fewer, the workers could not finalize together
         self._under_way.clear()
         pending = _queue().async_calls if calls else None
         while pending:
@@ -383,7 +384,7 @@ def _counters() -> dict[str, Any]:
 
 
 def _with_counters(counters: dict[str, Any], run: Callable[[], Any]) -> Any:
-    """Run with the saved ``counters`` in Megatron's arguments."""
+    """Call ``run`` while Megatron's arguments contain the saved ``counters``."""
     with monkeypatch.replaced(get_args(), **counters):
         return run()
 
@@ -400,7 +401,7 @@ def _calls() -> int:
 
 
 def _forget_results() -> None:
-    """Drop the results of abandoned writes: the next checkpoint would take them for its own."""
+    """Drop the results of abandoned writes, which the next checkpoint would otherwise count as its own."""
     checkpoint_writers.without_a_lost_manager()
     for name in _WRITERS:
         results = getattr(sys.modules.get(name), "_results_queue", None)

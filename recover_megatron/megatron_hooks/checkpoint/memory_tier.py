@@ -1,16 +1,16 @@
 """Memory tier: snapshots of the state, kept in host memory of workers in other failure domains.
 
-    boundary   every K iterations, and when the workers that keep copies change: a section, "snapshot"
-                   do all have the last snapshot?  --> it is complete; K follows from its cost
+    boundary   every K iterations, and when the workers that keep copies change, all run the section "snapshot":
+                   if all workers have their parts of the last snapshot, it is complete; K is computed from its cost
                    the step continues; meanwhile `instep.state.snapshots` copies the state to the host and sends it
-    update     waits until the state is copied
-    rollback   if the plan names a snapshot, each worker loads that of its position (`rejoin`)
+    update     each worker waits until its state is copied
+    rollback   if the plan names a snapshot, each worker loads the snapshot of its position (`rejoin`)
 
 The plan assigns the copies (``Decision.copies``, by ``workload.snapshots``), so no further agreement is needed.
 
-With a distributed optimizer each worker sends the pieces for which it speaks, as a separate part (``pieces``).  In a
-rollback each worker needs its shard and its shadows by the present layout: it fetches the parts that had these elements
-in the layout of the snapshot, and copies the elements (``restored``).
+With a distributed optimizer each worker sends, as a separate part, the pieces of the optimizer's state of which it is
+the first live holder (``pieces``).  In a rollback each worker needs its shard and its shadows in the present layout: it
+fetches the parts that contain these elements in the layout of the snapshot, and copies the elements (``restored``).
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ from recover_megatron.workload.snapshots import interval, needed, part_of
 log = get_logger(__name__)
 
 SNAPSHOT_SECONDS = 600.0
-"""Time for copying a state, and waiting for the previous snapshot, beyond the hang timeout."""
+"""Seconds, in addition to the hang timeout, for copying a state and waiting for the previous snapshot."""
 
 
 @dataclass(eq=False)
 class MemoryTier:
-    """Part of one worker in the snapshots, for its present model.  Called by its main thread."""
+    """Part of a worker in taking and loading snapshots, for its present model.  Called by the worker's main thread."""
 
     _manager: Manager
     _state: TrainingState
     _sharded: ShardedOptimizer | None
     wanted: bool
-    """True unless the user has turned it off."""
+    """True unless the user has turned the memory tier off."""
     every: int
-    """The user's number of iterations between snapshots; 0: by their cost."""
+    """Number of iterations between snapshots, set by the user; 0: computed from the cost of snapshots."""
     _taken: int = field(default=0, init=False)
-    """The epoch of the last snapshot that was due."""
+    """The last epoch in which a snapshot was due."""
     _short: bool = field(default=False, init=False)
-    """True if a host lacks the memory for it, in that epoch."""
+    """True if a host lacked the memory for a snapshot in epoch ``_taken``."""
     _last: tuple[float, int] | None = field(default=None, init=False)
-    """Time of the end of the last section, and the iteration before it."""
+    """``time.monotonic()`` at the end of the last section, and the iteration before it; None: there was no section."""
     _met: float = field(default=0.0, init=False)
-    """Time at which all workers had entered the section."""
+    """``time.monotonic()`` when all workers had entered the last section."""
     _cost: float = field(default=0.0, init=False)
-    """Seconds that the training waited for the snapshot, from then on."""
+    """Seconds that the training has waited for the snapshot since ``_met``."""
     _size: int = field(default=0, init=False)
-    """Bytes of the largest state, once the cost was logged."""
+    """Bytes of the largest part at the last check of the memory; 0: not checked yet."""
     _logged: bool = field(default=False, init=False)
-    """True once the cost of the tier, or that it is off, was logged."""
+    """True once this worker has checked the tier's use of memory, or has found that the tier is off."""
 
     def at_boundary(self) -> None:
         """Take a snapshot if one is due before the next step."""
@@ -86,7 +86,7 @@ class MemoryTier:
             self._cost = time.monotonic() - self._met
 
     def _due(self, decision: Decision) -> bool:
-        """Return whether a snapshot is due; the same on all workers, even if some are one epoch ahead."""
+        """Return whether a snapshot is due.  All workers get the same answer, even if some are one epoch ahead."""
         view, version = self._manager.view, self._state.version
         if view.joining_next:
             return False
@@ -100,7 +100,7 @@ class MemoryTier:
     # ---- taking a snapshot
 
     def _take(self) -> None:
-        """Do this worker's part of the section, which all run; after a loss the survivors repeat it from the start."""
+        """Run the section ``snapshot``.  All workers run it; after a loss the survivors repeat it from the start."""
         view, version = self._manager.view, self._state.version
         decision, groups, store = view.decision, view.groups, view.snapshots
         assert version is not None
@@ -117,7 +117,7 @@ class MemoryTier:
             if not self.every and each > 0:
                 store.interval = interval(cost, behind, each, _nodes(decision))
         if decision.copies and not (decision.leaving and self._sharded is not None):
-            # Otherwise a leaving worker has shards without a part: they are repartitioned at the next boundary.
+            # A leaving worker has shards but no part: no snapshot until the next boundary has repartitioned the shards.
             own, others = self._own(decision), self._others(decision)
             if decision.epoch != self._taken:
                 self._short = self._too_large(decision, own)
@@ -128,7 +128,7 @@ class MemoryTier:
         self._last = time.monotonic(), version
 
     def _own(self, decision: Decision) -> dict[int, Any]:
-        """Return this worker's own parts: its position's state, if it keeps that, and its shards."""
+        """Return this worker's own parts: its shards, and its position's state if this worker keeps a copy of it."""
         me, position = self._manager.view.worker, self._manager.view.position
         assert position is not None
         found: dict[int, Any] = {}
@@ -140,7 +140,7 @@ class MemoryTier:
         return dict(sorted(found.items()))
 
     def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
-        """Return the parts that this worker keeps for others: part -> (sender, its peer store)."""
+        """Return part -> (sending worker, its peer store), for the parts that this worker keeps for other workers."""
         me, position = self._manager.view.worker, self._manager.view.position
         kept = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
         return {part: (giver, decision.peer_stores[giver]) for part, giver in kept.items()}
@@ -156,7 +156,7 @@ class MemoryTier:
         return view.groups.most(values, tuple(sorted(view.live)))
 
     def _too_large(self, decision: Decision, own: Mapping[int, Any]) -> bool:
-        """Return whether any host lacks the memory; logs the cost of the tier, once."""
+        """Return whether any host lacks the memory for a snapshot.  Log the tier's use of memory, once."""
         me, positions = self._manager.view.worker, self._manager.view.grid.size
         sizes = {part: sum(tensor.nbytes for tensor in flatten(tree)[1]) for part, tree in own.items()}
         states = max((size for part, size in sizes.items() if part < positions), default=0)
@@ -179,8 +179,8 @@ class MemoryTier:
             self._say(max(needs.values()), bool(short))
         if short and self._state.version == self._state.first - 1 and decision.timeline == (0, 0):
             raise UserError(
-                "--recover-memory-tier: a host does not have the memory for it (see above); "
-                "turn it off (--recover-memory-tier off), or start fewer workers per host"
+                "--recover-memory-tier: a host lacks the memory for snapshots (see above); "
+                "turn the tier off (--recover-memory-tier off), or start fewer workers per host"
             )
         self._logged, self._size = True, max(states, shards)
         return bool(short)
@@ -188,13 +188,13 @@ class MemoryTier:
     def _say_off(self, decision: Decision) -> None:
         self._logged = True
         if self.wanted and _nodes(decision) > 1 and self._manager.view.worker == min(decision.workers):
-            log.info("memory tier: off: no failure domain holds all copies of any part of the state")
+            log.info("memory tier: off, since no failure domain holds all copies of any part of the state")
 
     def _say(self, size: int, short: bool) -> None:
         every = f"every {self._manager.view.snapshots.interval} iterations"
-        first = "" if self.every else " at first, then at an interval from measured costs"
-        line = f"memory tier: snapshots {every}{first}; up to {size / 2**30:.3f} GiB of host memory per worker"
-        log.info(line + (", which a host does not have: no snapshots are taken" if short else ""))
+        first = "" if self.every else " (later at an interval computed from measured costs)"
+        line = f"memory tier: snapshots {every}{first} need up to {size / 2**30:.3f} GiB of host memory per worker"
+        log.info(line + ("; a host lacks this memory, so no snapshots are taken" if short else ""))
 
     # ---- rollback to a snapshot
 
@@ -214,7 +214,7 @@ class MemoryTier:
         self._state.load(tree)
         self._state.timeline = view.decision.timeline[0]
         if self._state.version != target.iteration:
-            raise ValueError(f"it belongs to iteration {self._state.version}")
+            raise ValueError(f"the snapshot belongs to iteration {self._state.version}")
         if self._sharded is None:
             return lambda: None
         shards, workers = tree["own"]["shards"], tree["workers"]
@@ -241,7 +241,7 @@ def _nodes(decision: Decision) -> int:
 
 
 def pieces(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Return the state for which this worker speaks, as a tree of the live tensors.
+    """Return, as a tree of live tensors, the optimizer state of which this worker is the first live holder.
 
     The last update must be finished (``ShardedOptimizer.complete``).
     """
@@ -255,11 +255,11 @@ def pieces(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
 def restored(
     sharded: ShardedOptimizer, saved: Any, workers: Sequence[int], positions: int, load: Callable[[int], Any]
 ) -> Callable[[], None]:
-    """Rebuild the pieces for the present layout, with the state of a snapshot.
+    """Rebuild this worker's fragments for the present layout, with the state of a snapshot.
 
-    ``saved``: the result of ``Shards.to_json`` at that time for this worker's columns.  ``workers``: all that took the
-    snapshot.  ``load``: returns the tree of a part, from ``pieces``.  Call the returned function when all workers have
-    done so: see ``ShardedOptimizer.made_anew``.
+    ``saved``: the result of ``Shards.to_json`` for this worker's columns when the snapshot was taken.  ``workers``: the
+    workers that took the snapshot.  ``load``: returns the tree of a part, as ``pieces`` created it.  Call the returned
+    function when all workers have rebuilt their fragments: see ``ShardedOptimizer.made_anew``.
     """
     layouts, gone = sharded.shards.read(saved)
 
@@ -288,7 +288,7 @@ def restored(
 
 
 def _take(piece: dict[str, Any], wanted: InOrder, left: dict[int, int]) -> None:
-    """Copy the overlap of one snapshot piece into each fragment of ``wanted``."""
+    """Copy a snapshot piece's elements into the fragments of ``wanted`` that overlap it; deduct them from ``left``."""
     for fragment in overlapping(wanted, piece["bucket"], piece["start"], piece["stop"]):
         start, stop = max(piece["start"], fragment.start), min(piece["stop"], fragment.stop)
         fragment.take(start, stop, _cut(piece, slice(start - piece["start"], stop - piece["start"])))
@@ -304,7 +304,7 @@ PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroup: Path = CONTROL_GROUPS) -> int | None:
-    """Return the bytes available from the kernel, or within this process's control groups if less; None: unknown."""
+    """Return the bytes of memory that the kernel and this process's control groups still allow; None: unknown."""
     groups = control_groups("memory", proc / "self" / "cgroup", cgroup)
     found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
     return min(found, default=None)
@@ -330,7 +330,7 @@ def _of_group(folder: Path) -> int | None:
 
 
 def _given_back(path: Path) -> int:
-    """Return the bytes of file cache: reading data fills it, and the kernel drops it before it refuses memory."""
+    """Return the bytes of file cache, which count as used, but which the kernel drops before it refuses memory."""
     if not path.exists():
         return 0
     fields = (line.split() for line in path.read_text().splitlines())

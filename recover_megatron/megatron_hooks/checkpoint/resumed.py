@@ -1,13 +1,13 @@
-"""Comparison of the arguments in a loaded checkpoint with those of this run; and the order of its samples.
+"""Checks of a loaded checkpoint's arguments against this run's, mainly so that the order of samples stays the same.
 
 batch         an entry of --step-batch-size-schedule that is not divisible by this run's ranks is refused with a reason
-states        --data-parallel-random-init saves a random state for each rank: a run with more ranks reads none of them
-made longer   Megatron's order of samples depends on the number of epochs in --train-iters, and on whether the last one
-              is short: a resume that changes either reads some samples again, which causes a warning
-cyclic        the order of shuffled samples depends on the number of data-parallel ranks: it stays that of the launch
-              that wrote the checkpoint, since otherwise samples of the same epoch would be read again
-replaced      A cached index of samples is identified by the path of its corpus.  If the files were replaced, Megatron
-              cuts samples out of the new files by the old index, which causes a warning
+states        --data-parallel-random-init saves a random state for each rank; a run with more ranks loads none of them
+made longer   Megatron's order of samples depends on the number of epochs in --train-iters, and on whether the last
+              epoch is short.  If the resumed run changes either, it reads some samples again, and a warning is logged
+cyclic        the shuffled order of samples depends on the number of data-parallel ranks.  The order of the launch that
+              wrote the checkpoint is kept, since otherwise samples of the same epoch would be read again
+replaced      a cached index of samples is identified by the path of its corpus.  If the files were replaced, Megatron
+              cuts samples out of the new files by the old index, and a warning is logged
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT = 0.80
 SHUFFLED_FOR = "recover_shuffled_for"
 """Name of the argument with the number of data-parallel ranks for which --dataloader-type cyclic shuffles samples.
 
-It is ours, in Megatron's arguments, so checkpoints contain it: a chain of launches keeps the order of the first one.
+This package adds it to Megatron's arguments, which checkpoints contain, so later launches keep the first order.
 """
 _loaded: Any = None
 """The arguments in the checkpoint that this worker has loaded; None: it has loaded none."""
@@ -40,7 +40,7 @@ MOST_READ = 1 << 22
 
 
 def install() -> None:
-    """Wrap Megatron's check of a checkpoint's arguments, after which it drops them."""
+    """Wrap Megatron's check of a checkpoint's arguments; Megatron drops the arguments after the check."""
     monkeypatch.wrap("check_checkpoint_args", _compared)
 
 
@@ -51,7 +51,7 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
         original(checkpoint_args, *other, **others)
         _keep_order(checkpoint_args, args)
         consumed = getattr(checkpoint_args, "consumed_train_samples", 0)
-        # Megatron asserts it for the next batch here; train() checks the later ones.
+        # Here Megatron asserts that the next batch fits; train() checks the later batches.
         batches = batches_to_come(args, consumed)[:1] if getattr(args, "step_batch_size_schedule", None) else []
         if reasons := misfits(args, args.data_parallel_size, batches):
             raise UserError(*reasons)
@@ -61,8 +61,8 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
             if os.environ.get("RANK", "0") == "0":
                 log.info(
                     f"--data-parallel-random-init: the checkpoint has random states of {saved} data-parallel ranks, "
-                    f"but this run has {ranks}: they are not loaded (as with --no-load-rng). With --recover the random "
-                    "numbers of a microbatch depend only on --seed and its number"
+                    f"but this run has {ranks}, so none is loaded (as with --no-load-rng). With --recover the random "
+                    "numbers of a microbatch depend only on --seed and on the microbatch's number"
                 )
 
     return check_checkpoint_args
@@ -76,7 +76,7 @@ def _keep_order(saved: Any, now: Any) -> None:
         if ranks != now.data_parallel_size and os.environ.get("RANK", "0") == "0":
             log.info(
                 f"--dataloader-type cyclic: samples stay shuffled for {ranks} data-parallel ranks, as in the run "
-                f"that wrote the checkpoint, not for the {now.data_parallel_size} of this launch: none is read twice"
+                f"that wrote the checkpoint, not for the {now.data_parallel_size} of this launch: none is read again"
             )
 
 
@@ -86,7 +86,7 @@ def knows() -> bool:
 
 
 def micro_batch_before(size: int) -> int:
-    """Return the micro batch size of the launch that wrote the checkpoint, for a loader that has ``size`` now."""
+    """Return the micro batch size with which the checkpoint's launch read a loader that has ``size`` now."""
     saved = getattr(_loaded, "micro_batch_size", None)
     return int(saved) if saved and size == get_args().micro_batch_size else size
 
@@ -97,7 +97,7 @@ def sharded_before(now: bool) -> bool:
 
 
 def look(dataset: Any) -> None:
-    """Warn about a training data set, or one in a blend, with an unexpected order of samples."""
+    """Log a warning if a training data set, or a data set of a blend, has an unexpected order of samples."""
     if os.environ.get("RANK", "0") != "0":
         return
     try:
@@ -112,26 +112,26 @@ def look(dataset: Any) -> None:
 
 
 def of_blend(dataset: Any, now: Any, then: Any) -> list[str]:
-    """Return warnings about a blend: its size, which determines the cyclic shuffle, is that of the training."""
+    """Return a warning if the length of the training, which determines a blend's cyclic shuffle, has changed."""
     before, after = _asked(then), _asked(now)
     shuffled = hasattr(dataset, "datasets") and getattr(now, "dataloader_type", None) == "cyclic"
     if not shuffled or dataset.split.name != "train" or not before or not after or before == after:
         return []
     return [
         f"the checkpoint is from a run over {before} samples of a blend, this run is over {after}, and "
-        "--dataloader-type cyclic shuffles them in another order: some are read again, and others never. To keep the "
-        "order, use the number of that run, and --exit-interval to end earlier. For a run that may be made longer use "
-        "the larger number from its first launch on"
+        "--dataloader-type cyclic shuffles them in another order: some are read again, and some never. To keep the "
+        "order, give that run's number of samples, and --exit-interval to end earlier. For a run that may be made "
+        "longer give the larger number from its first launch on"
     ]
 
 
 def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
-    """Return warnings about a ``GPTDataset``.  ``now``, ``then``: arguments of the run, and of a checkpoint or None."""
+    """Return warnings about a ``GPTDataset``.  ``now``, ``then``: this run's arguments; the checkpoint's, or None."""
     found, path = [], dataset.dataset_path
     tokens, epochs, apart = _epochs(dataset, dataset.num_samples)
     if dataset.sample_index is not None:  # None with --dataloader-defer-npy-index-mmap, until it is read
         samples = (epochs * tokens - dataset.config.add_extra_token_to_sequence) // dataset.config.sequence_length
-        documents = dataset.document_index[:MOST_READ]  # it may be on a slow disk, and all other workers wait
+        documents = dataset.document_index[:MOST_READ]  # the index may be on a slow disk, and all other workers wait
         whole = len(documents) == len(dataset.document_index)
         here = samples, epochs * len(dataset.indices), int(dataset.indices.max()) if whole else -1
         read = dataset.sample_index.shape[0] - 1, len(dataset.document_index), int(documents.max()) if whole else -1
@@ -167,7 +167,7 @@ def _asked(args: Any) -> int:
 
 
 def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
-    """Return the largest number of samples of a training that keeps the order of ``epochs`` of this data set.
+    """Return the largest number of samples of a training in which this data set has its order for ``epochs`` epochs.
 
     ``asked``: samples that the training requests now, of which the data set (of a blend) supplies ``num_samples``.
     """

@@ -1,10 +1,10 @@
 """Transfer of states at the boundary before a step: to fresh replicas, to workers with a wrong state, to mirrors.
 
-boundary   a plan has formed a new replica, or found a state that differs from its column's:
-               the holders offer their state: it is fetched while their replica computes, until the optimizer's step
-               a worker with a differing state replaces it, before the step (repair)
-               the last replica's workers send their state to spares, before every step (mirror)
-spare      if its plan has a place for it, it fetches a state (fetch_state), or continues with its own (`rejoin`)
+boundary   if the plan has formed a new replica, or has found a state that differs from its column's, the holders offer
+               their state until the optimizer's step, and other workers fetch it while the holders compute
+           a worker with a differing state replaces that state before the step (repair)
+           the workers of the last replica send their state to spares before every step (mirror)
+spare      if the plan has a place for the spare, it fetches a state (fetch_state), or continues with its own (`rejoin`)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recover_megatron.workload.grid import Slot
 log = get_logger(__name__)
 
 INTERRUPTED = (EpochRevoked, PeerLost, TimeoutError)
-"""Errors that interrupt the transfer of a state or the taking of a place: the end of an epoch, or a lost peer."""
+"""Errors that interrupt a transfer of state or the taking of a place: end of the epoch, lost peer, timeout."""
 
 
 class StateExchange:
@@ -38,7 +38,7 @@ class StateExchange:
         self._offer: Offer | None = None
 
     def at_boundary(self) -> None:
-        """Do this worker's transfers of the present plan before the next step.
+        """Make the transfers that the present plan requires of this worker before the next step.
 
         Raises ``Orphaned`` if a wrong state could not be replaced: the worker must not compute with it.
         """
@@ -52,13 +52,13 @@ class StateExchange:
         me = view.worker
         if me in decision.repaired:
             log.warning(
-                f"the state of worker {me} differs from that of its column: it is replaced by another worker's state. "
+                f"the state of worker {me} differs from its column's state: another worker's state replaces it. "
                 "A checkpoint saved since the last comparison of states may contain parts of the wrong state"
             )
             try:
                 self._receive(decision)
             except INTERRUPTED as error:
-                self._manager.leave(f"its state differs from that of its column and could not be replaced: {error}")
+                self._manager.leave(f"its state differs from its column's state and could not be replaced: {error}")
                 raise Orphaned(f"worker {me} holds a wrong state, which must not be used") from error
         if any(me in holders for holders in decision.holders.values()):
             tree = self._state.tree()
@@ -68,13 +68,13 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """Withdraw the offer before the state changes: later reads, by workers that do not count, are invalid."""
+        """Withdraw the offer before the state changes.  Only workers that no longer count can then read wrong data."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None
 
     def fetch_state(self, decision: Decision) -> int:
-        """Load the state that ``decision`` begins with, from a donor or this worker's own; returns received bytes.
+        """Load the state with which ``decision`` begins, a donor's or this worker's own; returns the received bytes.
 
         Raises one of ``INTERRUPTED``: the state is then unchanged.  Raises ``Disagreement`` for a state of the wrong
         version.
@@ -91,7 +91,7 @@ class StateExchange:
         return size
 
     def _feed_mirrors(self, decision: Decision) -> None:
-        """Send the state to this worker's mirrors, before the step: it must survive a death within the step."""
+        """Send the state to this worker's mirrors, before the step, so that the state survives a death in it."""
         view = self._manager.view
         targets = [spare for spare, donor in decision.mirrors.items() if donor == view.worker]
         groups, offers = view.groups, dict[int, Offer]()
@@ -104,7 +104,7 @@ class StateExchange:
                 for spare in targets:
                     offers[spare].wait(groups.check)
         except EpochRevoked:
-            return  # the step's reduction raises it again
+            return  # the step's reduction raises the error again
         except PeerLost as error:
             groups.end(f"the state could not be sent to worker {spare}: {error}")
         finally:
@@ -112,7 +112,7 @@ class StateExchange:
                 offer.withdraw()
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        """Mirror another worker's state until the epoch ends; returns the offer of this spare then."""
+        """Mirror another worker's state until the epoch ends; then return this spare's offer: version and digest."""
         me, slots = self._manager.view.worker, self._slots(decision)
         tree: Any = None
         with suppress(*INTERRUPTED):
@@ -144,7 +144,7 @@ class StateExchange:
         return size
 
     def _stay(self) -> None:
-        """Raise EpochRevoked if a transfer must stop; while this worker has a place it continues past the epoch's end.
+        """Raise EpochRevoked if this worker has lost its place; otherwise its transfer continues past the epoch's end.
 
         All live workers then wait for this worker without changing the state, so any remaining holder can send it.
         """
@@ -163,5 +163,5 @@ class StateExchange:
 
 
 def first_iteration(decision: Decision) -> int:
-    """Return the iteration that the fresh replicas begin with."""
+    """Return the iteration with which the fresh replicas begin."""
     return (decision.version or 0) + 1

@@ -1,15 +1,16 @@
 """A worker's training state between two iterations: to send, to receive, to compare.
 
-    tree()      parameters, the optimizer's masters and moments: equal in a column; and this worker's own: buffers,
-                scales of 8-bit numbers, the learning rate and its schedule, Megatron's counters, the sums of its log
-    room()      memory for the tensors of a received tree: usually the live tensors of this worker
-    load(tree)  adopt a tree; the worker then begins the iteration after it
-    digest()    64 bits of the parameters, the optimizer's tensors and the settings of the update: equal in a column
+    tree()      returns tensors that are equal in a column (parameters, the optimizer's masters and moments), and this
+                worker's own values: buffers, scales of 8-bit numbers, learning rate and its schedule, Megatron's
+                counters, the sums of its log
+    room()      returns memory for the tensors of a received tree: usually the live tensors of this worker
+    load(tree)  adopts a tree; the worker then begins the iteration after the tree's
+    digest()    returns a 64-bit hash, equal in a column, of parameters, optimizer's tensors and settings of the update
 
 The optimizer is read and written through torch's interface (``param_groups``, ``state``), which all of Megatron's plain
 optimizers and those of apex and Transformer Engine have.  Before its first step a worker has no moments; they are
-created when they arrive.  A distributed optimizer's state is not equal in a column: the tree only records the holders
-of its parts, and `sharded_optimizer` sends the parts.
+created when a state arrives.  A distributed optimizer's state is not equal in a column: the tree only records the
+holders of the parts of that state, and `sharded_optimizer` sends the parts.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedO
 class TrainingState:
     """Training state of one worker.  ``validation``: Megatron's iterators, as passed to train().
 
-    ``operations``, ``running``: see ``LoopCounters``.  ``blank``: the model was built alone; its parameters belong to
-    no iteration.
+    ``operations``, ``running``: see ``LoopCounters``.  ``blank``: the model was built without the other workers, so
+    its parameters belong to no iteration.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class TrainingState:
         """The counters when the last iteration began."""
         self.totals = LogTotals()
         self._scalers: list[Any] = []
-        """The loss scales at that time."""
+        """The loss scales when the last iteration began."""
         self._plain_groups: list[Any] = []
-        """The plain values of the optimizers' groups at that time."""
+        """The plain values of the optimizers' groups when the last iteration began."""
         self._biases: list[torch.Tensor] = []
-        """The biases of the routers at that time."""
+        """The biases of the routers when the last iteration began."""
         self._skipped = False
         """True if the last step was skipped because of its loss scale."""
 
@@ -139,7 +140,7 @@ class TrainingState:
         return {
             "column": self._column(),
             "own": {
-                # Copies: a forward pass may change them while they are sent.
+                # Copies, because a forward pass may change these tensors while they are sent.
                 "buffers": [[buffer.clone() for buffer in chunk.module.buffers()] for chunk in self._model],
                 "scales": [tensor.clone() for tensor in self._scales.tensors(whole=True)],
                 "optimizers": [
@@ -163,15 +164,15 @@ class TrainingState:
         return _groups(one) if self._sharded is None else groups_with_parameters(one)
 
     def make_room(self) -> None:
-        """Create the moments of an optimizer without a step, and touch their memory.
+        """Create the moments of an optimizer that has made no step, and write to their memory.
 
-        For a waiting worker: new memory takes longer to allocate than to fill.  Their values are not used.
+        A waiting worker calls it, because new memory takes longer to allocate than to fill.  The values are not used.
         """
         for one in self._optimizers if self._sharded is None else ():
             make = getattr(one, "init_state_fn", None)
             if make is not None and not one.optimizer.state:
                 if one.config.use_precision_aware_optimizer:
-                    continue  # Megatron 0.19.2 calls Transformer Engine's without its second parameter: a TypeError
+                    continue  # Megatron 0.19.2 omits the second parameter of Transformer Engine's function: a TypeError
                 make(one.optimizer, one.config)
                 for own in one.optimizer.state.values():
                     for value in own.values():
@@ -179,15 +180,15 @@ class TrainingState:
                             value.zero_()  # torch.zeros allocates no memory before it is written
 
     def without_moments(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors updated by optimizers without a step, whose moments do not exist yet."""
+        """Yield the tensors of optimizers that have made no step, so that their moments do not exist yet."""
         for one in self._optimizers if self._sharded is None else ():
             yield from (local(parameter.data) for parameter in _parameters(one) if not one.optimizer.state)
 
     def room(self, version: int | None) -> Place:
         """Return the memory for a state of ``version``: the live tensors, unless this worker's state is still needed.
 
-        A state of the same version is, if the other holders are lost meanwhile: it is kept until the transfer is done.
-        Otherwise this worker has no valid state until it has loaded the received one.
+        A state of the same version is needed if the other holders are lost meanwhile, so it is kept until the transfer
+        is done.  Otherwise this worker has no valid state until it has loaded the received state.
         """
         if self.version is not None and self.version == version:
             return new_memory
@@ -200,7 +201,7 @@ class TrainingState:
         return place
 
     def spare_room(self, before: Any) -> Place:
-        """Return memory for a transfer that may be interrupted: the tensors of ``before``, which was loaded, again."""
+        """Return memory for a transfer that may be interrupted: tensors of ``before``, the last loaded tree."""
         living = {"column": self._column()}
 
         def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -210,7 +211,7 @@ class TrainingState:
         return place
 
     def load(self, tree: dict[str, Any]) -> None:
-        """Adopt ``tree``.  Raises Disagreement if it belongs to another model."""
+        """Adopt ``tree``.  Raises Disagreement if it belongs to a model with other shapes or optimizer settings."""
         column, own = tree["column"], tree["own"]
         for chunk, parameters, buffers in zip(self._model, column["parameters"], own["buffers"], strict=True):
             _copy(weights(chunk), parameters)
@@ -228,22 +229,22 @@ class TrainingState:
         self.totals.load(own["log"])
         if (here := self.steering()) != (there := own["steering"]):
             raise Disagreement(
-                f"after loading the received state the optimizer's settings are {here}, at the sender {there}"
+                f"after loading the received state the optimizer's settings are {here}, but the sender's are {there}"
             )
 
     def settle(self) -> None:
-        """Set the schedule that belongs to the parameters: the loop may have stopped between their two steps."""
+        """Set the schedule to the parameters' iteration: the loop may have stopped before the schedule's own step."""
         if self._done:
             self._loop.schedule(self.counters, int(not self._skipped))
 
     def resume(self) -> None:
-        """Continue from this worker's own state: after the current iteration, or before it if it made no step."""
+        """Continue from this worker's own state: after the current iteration if its step was made, else before it."""
         assert self.version is not None
         done, groups = self._done, self._plain_groups
         if not done:  # Megatron changes a loss scale before it clips, and a step may have stopped in between
             for one, scaler in zip(self._optimizers, self._scalers, strict=True):
                 _load_scaler(one, scaler)
-            _copy(biases(self._model), self._biases)  # they are also updated before that
+            _copy(biases(self._model), self._biases)  # the biases are also updated before the step
         self._restore(self.counters, None if done else groups, iterations=int(done))
 
     @property
@@ -252,7 +253,7 @@ class TrainingState:
         return self.version is not None and self.version > self.counters["version"]
 
     def _restore(self, counters: dict[str, Any], groups: Any, *, iterations: int = 0) -> None:
-        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1): the loop begins there.
+        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1), where the loop then begins.
 
         ``groups``: the plain values of all optimizers' groups; None: only the schedule changes them.
         """
@@ -268,7 +269,7 @@ class TrainingState:
     def go_back(self, iteration: int) -> None:
         """Invalidate the state for a rollback to ``iteration``, until that state is loaded.
 
-        Resets Megatron's counters to those of a worker that has not begun, as its load functions expect.
+        Resets Megatron's counters as in a worker that has not begun, which Megatron's load functions expect.
         """
         self.version = None
         self.last_step = 0, 0
@@ -305,13 +306,13 @@ class TrainingState:
                 continue
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
-            # train() removes them in its first iteration, in an evaluation and during a checkpoint.
+            # train() removes these hooks in its first iteration, in an evaluation and during a checkpoint.
             if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()
         for one in [self._optimizer, *self._optimizers]:
-            # It asks the replica once and caches the answer: all workers of a new replica must ask, or none.
+            # Megatron asks the replica once and caches the answer: in a new replica all workers must ask, or none.
             one._has_grad_norm_group_cache = None
-            # Gradients that Megatron-FSDP 2 has cast for a step that was not made: the next step has new ones.
+            # Megatron-FSDP 2 may have cast gradients for a step that was not made; the next step casts new ones.
             getattr(one, "_casted_grads", []).clear()
         dumps.leave()
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
@@ -333,7 +334,7 @@ def _parameters(one: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the plain values of an optimizer's groups, which are sent to other workers."""
+    """Return the values of an optimizer's groups that are not tensors; workers send them to each other."""
     return [{key: value for key, value in group.items() if _is_plain(key, value)} for group in groups]
 
 
@@ -355,7 +356,8 @@ def _is_plain(key: str, value: Any) -> bool:
 def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
     """Return the values of a group, including those in scalar tensors.
 
-    Not ``whole``: the group is sharded over a column, where a worker without parameters of it counts no steps.
+    If not ``whole``, the group is sharded over a column; its step count is left out, since a worker without
+    parameters of the group counts no steps.
     """
     values = {key: value.item() for key, value in group.items() if isinstance(value, torch.Tensor) and not value.dim()}
     values |= plain_groups([group])[0]
@@ -363,7 +365,7 @@ def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
 
 
 def _masters(one: Any, model: set[int]) -> list[torch.Tensor]:
-    """Return the tensors updated by the inner optimizer that are not the model's memory, which begins at ``model``."""
+    """Return the tensors that the inner optimizer updates, except the model's own, whose addresses are ``model``."""
     every = (local(parameter.data) for parameter in _parameters(one))
     return [master for master in every if master.data_ptr() not in model]
 
@@ -409,7 +411,7 @@ def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         raise Disagreement("the received state belongs to a model with other shapes")
     with torch.no_grad():
         for target, source in zip(own, given, strict=True):
-            if not _same_memory(target, source):  # otherwise it was received in place
+            if not _same_memory(target, source):  # if the same, it was received in place
                 target.copy_(source)
 
 

@@ -1,9 +1,9 @@
 """Child processes that a worker starts by multiprocessing: loaders, checkpoint writers, their managers, fork servers.
 
-A batch system sends a signal for the job to every process of a step.  A worker that handles it writes a checkpoint and
-exits, and needs its children for that.  So the signals that the worker handles when it starts a child are blocked in
-the child and in the child's children; only the worker receives them.  Python terminates children with SIGTERM and waits
-for them: children that block SIGTERM are killed instead.
+A batch system sends a signal for the job to every process of a step.  A worker that handles the signal writes a
+checkpoint, for which it needs its children, and exits.  So the signals that a worker handles when it starts a child are
+blocked in the child and in the child's children.  Python terminates children with SIGTERM and waits for their exit, so
+children that block SIGTERM are killed instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def install() -> None:
     """Make each child that this process starts from now on block the signals that the process handles at that time."""
     wrap(process.BaseProcess, "start", ("self",), _start, KNOWN)
     wrap(popen_fork.Popen, "terminate", ("self",), _terminate, KNOWN)
-    # The tracker is started when it is first needed, which need not be at the start of a process.
+    # Python starts the resource tracker when it is first needed, not always when a child starts.
     wrap(resource_tracker.ResourceTracker, "ensure_running", ("self",), _ensure_running, KNOWN)
     resource_tracker.ensure_running = resource_tracker._resource_tracker.ensure_running  # as fork servers call it
 
@@ -88,7 +88,7 @@ def _ensure_running(original: Callable[[Any], None]) -> Callable[[Any], None]:
         # The tracker removes what a killed worker left in /dev/shm; its warning would look like the worker's last line.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         try:
-            with _blocked(handled()):  # the tracker unblocks some itself
+            with _blocked(handled()):  # the tracker itself unblocks some signals
                 original(self)
         finally:
             sys.warnoptions.pop()

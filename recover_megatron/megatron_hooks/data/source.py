@@ -1,11 +1,11 @@
 """Microbatches by id, from Megatron's own datasets, prefetched by the loader's worker processes.
 
-    Source.begin(consumed, ids, total)   start an iteration: this worker has these ids in it and, until changed, in the
-                                         following ones; the loader prefetches them in order
-    Source.get(j)                        microbatch j of this iteration; other ids are read on the spot
+    Source.begin(consumed, ids, total)   starts an iteration in which this worker has the microbatches ``ids``; the
+                                         loader prefetches them, also for later iterations until the ids change
+    Source.get(j)                        returns microbatch j of this iteration; if j is not in ``ids``, reads it now
 
-The death of a loader process is reported to the next reader: torch would raise it in whatever the main thread is doing,
-such as a checkpoint or a sum.
+The death of a loader process is reported to the next reader of a batch.  Torch would raise the error at any point of
+the main thread, such as in a checkpoint or a sum.
 
 `microbatches` defines the samples of microbatch j of an iteration, the same as in stock Megatron.  Samples carry their
 number (``TaggedDataset``), so ``get`` verifies the samples that it returns.
@@ -43,7 +43,7 @@ _OF_THE_WORK = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
 END_SECONDS = 1.0
-"""Time that a process may take to exit after its pipe has closed."""
+"""Seconds that a loader process may take to exit after its pipe has closed."""
 
 
 class LoaderKilled(Exception):
@@ -51,7 +51,7 @@ class LoaderKilled(Exception):
 
 
 class TaggedDataset(torch.utils.data.Dataset):
-    """A dataset that adds its number to each sample; all other attributes are those of the wrapped dataset."""
+    """A dataset that adds its number to each sample; all other attributes are the wrapped dataset's."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -73,11 +73,11 @@ _sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
 class Source:
-    """Microbatches by number.  ``loader``: Megatron's, over a ``TaggedDataset``; its settings are kept."""
+    """Microbatches by number.  ``loader``: Megatron's loader of a ``TaggedDataset``; its settings are kept."""
 
     def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order | Kept) -> None:
         self.size = size
-        """Samples of a microbatch."""
+        """Number of samples in a microbatch."""
         self._order = order
         self._dataset = loader.dataset
         self._collate = loader.collate_fn
@@ -152,14 +152,14 @@ class Source:
                 return samples
 
     def close(self) -> None:
-        """Stop the loader processes: nothing will be read any more."""
+        """Stop the loader processes.  Nothing can be read afterwards."""
         self._batches = None
-        del self._loader  # it also refers to them
+        del self._loader  # the loader also refers to the processes
 
     # ---- Megatron wraps a loader in an iterator, and only ever calls its length
 
     def __len__(self) -> int:
-        """Return the number of microbatches; with --full-validation the largest of any rank, so all ranks agree."""
+        """Return the number of microbatches; with --full-validation the largest of all ranks, so all ranks agree."""
         return self._order.rounds if isinstance(self._order, InTurn) else len(self._dataset) // self.size
 
     def __iter__(self) -> Source:
@@ -175,7 +175,7 @@ _read_by: Sequence[Any] = ()
 
 @contextmanager
 def _reading(processes: Sequence[Any]) -> Iterator[None]:
-    """Context of a wait for one of ``processes``.  Raises ``LoaderKilled``, or RuntimeError if a sample killed one."""
+    """Context of a wait for ``processes``.  Raises ``LoaderKilled``, or RuntimeError if a sample killed a process."""
     global _read_by
     if processes:
         tell_readers(lambda _: _check(_read_by))
@@ -218,7 +218,7 @@ class _Feed:
 class Microbatches:
     """The microbatches of one pass over the ids ``ids``, as a schedule's data iterator.
 
-    ``fetching()``: the context in which each is fetched.
+    ``fetching()`` returns the context in which each microbatch is fetched.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class Kept:
         return self._order(self._size).samples(first)
 
     def is_between(self, consumed: int) -> bool:
-        """Return whether no microbatch begins after ``consumed`` samples; if the writer is unknown, no round."""
+        """Return whether ``consumed`` samples end inside a microbatch, or inside a round if the size is unknown."""
         order = self._order(self._size)
         return bool(consumed % self._size if resumed.knows() else consumed % order.epoch % order.round)
 
@@ -343,7 +343,7 @@ class Kept:
         return bool(consumed % self._order(self._size).epoch)
 
     def is_of_others(self, consumed: int, size: int) -> bool:
-        """Return whether microbatches of ``size`` have read, in ``consumed`` samples, other samples than ours."""
+        """Return whether a run with microbatches of ``size`` differs from ours in the ``consumed`` samples it read."""
         ours, theirs = both = self._order(self._size), self._order(size)
         if ours is theirs or not any(consumed % order.epoch for order in both):
             return False
@@ -356,7 +356,7 @@ def _only(batches: list[Batch]) -> Batch:
 
 
 def _external(loader: Any, consumed: int) -> Source:
-    """Return the source of a user's loader (--dataloader-type external), by its numbers.
+    """Return a source that reads a user's loader (--dataloader-type external) by microbatch number.
 
     Raises UserError for a loader without access by number.
     """
@@ -365,7 +365,7 @@ def _external(loader: Any, consumed: int) -> Source:
     if not callable(getattr(loader, "microbatch", None)):
         raise UserError(
             f"{flag} needs a loader with a method microbatch(number): {type(loader).__name__} only iterates over "
-            "batches, but a lost one must be read again by its number in the run"
+            "batches, but a lost batch must be read again by its number in the run"
         )
     size = args.micro_batch_size
     if getattr(args, "full_validation", False) or (getattr(args, "eval_micro_batch_size", None) or size) != size:

@@ -1,4 +1,4 @@
-"""End of Megatron's pretrain(): decide whether the training is over or only this worker has exited early."""
+"""Check of how Megatron's pretrain() ended: the training is over, or only this worker has exited early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from recover_megatron.integrate import Loop
 
 HANDLERS = {"_graceful_shutdown", "check_adlr_autoresume_termination", "setup_model_and_optimizer"}
-"""Functions of ``megatron.training`` that exit on request."""
+"""Functions of ``megatron.training`` that call sys.exit() because a signal, the scheduler or the user asked for it."""
 
 NO_DATA = "Megatron has trained nothing: its training data set is empty (check the data sets and --split)"
 
@@ -20,8 +20,8 @@ class EndedEarly(Exception):
 def check_exit_was_asked_for(exit_: SystemExit, loop: Loop) -> None:
     """Raise ``EndedEarly`` unless the training is over, which depends on the function that called sys.exit():
 
-    train()                              over: --exit-interval, --exit-duration-in-mins or the exit signal requested it
-    a handler of Megatron                over: a signal or the scheduler requested it
+    train()                              over: --exit-interval, --exit-duration-in-mins or a signal requested it
+    a handler of Megatron                over: a signal or the scheduler requested the exit
     setup_model_and_optimizer()          over: it has only converted a checkpoint (--ckpt-convert-format)
     any other function                   not over: a checkpoint is missing or incomplete, or the user's code exited
 

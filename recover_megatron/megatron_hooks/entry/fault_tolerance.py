@@ -1,13 +1,13 @@
 """Assembly of --recover in one worker: the hooks installed before Megatron starts, and the exit of the worker.
 
 install()   the seams (groups, data, training)                     raises UserError for an unknown Megatron
-run(call)   calls Megatron's pretrain(); its end has these meanings:
+run(call)   calls Megatron's pretrain(); the way in which it ends decides what this worker does:
 
     it returns, or exits with 0     the training is over: leave in order (unless it never began: `endings`)
-    Orphaned, or the replica's      a spare until the run ends (inside the training: until it has a place again,
-      communication failed            see `training`)
-    OtherPosition                   a spare that another position needs: Megatron's state is dropped, and pretrain() is
-                                    called again for that position, alone
+    Orphaned, or the replica's      this worker is a spare until the run ends (inside the training: until it has a place
+      communication failed            again, see `training`)
+    OtherPosition                   another position needs this spare: Megatron's state is dropped, and pretrain() is
+                                    called again for that position, without other workers
     NoReplica, StateLost,           the run has ended, each with a different exit code
       CoordinatorLost, RunOver
     Fenced                          this worker was evicted: exit code 13
@@ -98,7 +98,7 @@ NO_COORDINATOR = (
 )
 
 LAUNCHER_STOP_SECONDS = 4.0
-"""Time within which a launcher stops all workers if one is lost before the training has begun."""
+"""Seconds within which a launcher stops all workers if a worker is lost before the training has begun."""
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
 """Errors of one worker that another worker would not repeat on the same microbatch."""
 
@@ -147,7 +147,7 @@ class FaultTolerance:
         self._session = self._connect()
 
     def install(self) -> None:
-        """Wrap all seams; raises UserError if those of this loop or Megatron-Core have unknown signatures."""
+        """Wrap all seams; raises UserError if functions of this loop or of Megatron-Core have unknown signatures."""
         if reasons := [*self._loop.refusals(), *monkeypatch.misfits(monkeypatch.SEAMS)]:
             raise UserError(*reasons)
         if reasons := variables.refusals(os.environ):
@@ -224,7 +224,7 @@ class FaultTolerance:
         self._training.manager.wait_for_place()
 
     def _build_for(self, position: int) -> None:
-        """Drop what was built, and make the next pretrain() build for ``position``, alone."""
+        """Drop what this worker has built; the next pretrain() builds for ``position``, without other workers."""
         built = not self._newcomer or self._training.state is not None
         if built:
             self._training.forget()
@@ -250,13 +250,13 @@ class FaultTolerance:
             if error.told and error.by is None and error.code == EXIT_NO_REPLICA and not (started or self._newcomer):
                 self._wait_to_be_ended()
             self._end(error.code, f"the run ends for worker {self._me}: {error}")
-        # Whatever an orphan's main thread raises: its replica was broken first.
+        # An orphan's main thread may raise any error, because the replica was broken first.
         if manager is not None and self._training.state is not None and self._training.replica_broken(error):
             self._be_spare(manager, error)
         if broken := is_of_device(error):
             exit_soon()
         if isinstance(error, EndedEarly) and not started:
-            _end(1, f"worker {self._me} exits: {error}; what was printed about it is above")
+            _end(1, f"worker {self._me} exits: {error}; the output above may show the reason")
         connection_ended = not started and (is_communication(error) or isinstance(error, torch.distributed.DistError))
         if connection_ended:
             self._wait_to_be_ended()
@@ -265,7 +265,7 @@ class FaultTolerance:
         if not in_words:
             write_stderr(text)
         if connection_ended:
-            # Not this worker's fault: the run may be restarted.
+            # The failure is not this worker's fault, so the run may be restarted.
             lost = "lost its connection to another worker before the training began"
             _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
         if started:
@@ -280,12 +280,12 @@ class FaultTolerance:
                 phase=view.phase,
                 tried=view.tried,
                 own=is_own(error)
-                # The end of another worker has aborted kernels here, or has unmapped memory that they read.
+                # The death of another worker has aborted this worker's kernels, or unmapped memory that they read.
                 or (broken and (view.orphaned or self._session.revoked))
                 or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
             )
             if isinstance(error, CheckpointFailed) and len(view.decision.replicas) == 1:
-                self._session.give_up(EXIT_SAME_FAULT, str(error))  # no other replica can try it
+                self._session.give_up(EXIT_SAME_FAULT, str(error))  # no other replica can try to save
                 with suppress(CoordinatorLost, Fenced):
                     self._session.wait_revoked(EXCEPTION_REPORT_SECONDS)
         if isinstance(error, SystemExit) and isinstance(error.code, int):
@@ -296,9 +296,9 @@ class FaultTolerance:
         _end(1, f"worker {self._me} exits after {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _wait_to_be_ended(self) -> None:
-        """Wait for the launcher's SIGTERM after another worker was lost before the training, which needs all workers.
+        """Wait for the launcher's SIGTERM after a worker was lost before the training, which needs all workers.
 
-        One launcher reports the loss, once; a report of each worker that lost its connection would bury that line.
+        One launcher logs the loss in one line, which messages of all workers that lost a connection would bury.
         """
         try:
             self._session.wait_lost((), LAUNCHER_STOP_SECONDS)
@@ -314,14 +314,14 @@ class FaultTolerance:
         self._groups.left(manager)
         log.info(f"worker {self._me} has lost its place ({reason}); it waits as a spare")
         try:
-            # The training is over for it: it has no position to come back to.
+            # The training is over for this worker, which has no position to return to.
             manager.wait_for_place(position=None, ready=False)
         except RunOver as over:
             self._end(over.code, f"the run has ended; spare worker {self._me} exits: {over}")
         raise AssertionError("a worker that cannot come back was given a place")
 
     def _end(self, code: int, message: str) -> NoReturn:
-        """Exit with the run.  (A worker that exits alone leaves its unwritten records to the next writer.)"""
+        """Close the records and exit with the run.  (A worker that exits alone leaves records to the next writer.)"""
         self._records.close()
         _end(code, message)
 
@@ -336,7 +336,7 @@ class FaultTolerance:
             raise UserError(f"--recover: {error}") from None
 
     def _make_manager(self, args: Any, grid: LaunchGrid | None) -> Manager:
-        """Create the manager; ``args`` and ``grid`` are given for a newcomer, which has no Megatron yet."""
+        """Create the manager.  A newcomer passes ``args`` and ``grid``, because it has not built Megatron yet."""
         config = self._config
         args, grid = args or get_args(), grid or self._groups.grid
         secret, host = find_secret(os.environ).key("ring"), _my_address()
@@ -389,9 +389,9 @@ def _device() -> torch.device:
 
 
 def _my_address() -> str:
-    """Return the address at which other workers reach this one: its launcher's, else that of the route to the store.
+    """Return this worker's address for other workers: from its launcher, else from its connection to the store.
 
-    The launcher's comes first because the store's host may be gone when a newcomer joins.
+    The launcher's address comes first because the store's host may be gone when a newcomer joins.
     """
     if address := os.environ.get(HOST_VARIABLE):
         return address

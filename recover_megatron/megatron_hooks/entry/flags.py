@@ -1,7 +1,7 @@
 """Checks of all flags before any process group is created: all refusals at once, each with its remedy.
 
-They cover errors that would come late (missing data), unclear (world size) or not at all (--recover would not be
-exact); Megatron's own assertions are reported in the same form (``as_user_errors``).
+The checks find errors that Megatron would report late (missing data), unclearly (world size) or not at all (--recover
+would not be exact).  Megatron's own assertions are reported in the same form (``as_user_errors``).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ log = get_logger(__name__)
 
 
 def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -> Provider:
-    """Return an ``extra_args_provider`` for Megatron's parser: our flags, the given others, and one-line errors.
+    """Return an ``extra_args_provider`` for Megatron's parser: our flags, those of ``others``, and one-line errors.
 
     It also changes defaults of Megatron that could not run: on the host device the fused kernels, and with --recover
-    the rerun machine, which replays complete steps.  A flag that the user gives takes precedence, except where
-    --recover implements it in another way (`refused`); if it cannot run it is refused.
+    the rerun machine, which replays complete steps.  A flag that the user gives takes precedence, unless
+    --recover implements it in another way (`refused`).  A flag that cannot run is refused.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
     """Make these flags the parser's defaults, as if every command line began with them."""
     ones: list[Any] = [*parser._actions, *parser._mutually_exclusive_groups]
     required = [option for option in ones if option.required]
-    for option in required:  # flags of the script, which only the user can give
+    for option in required:  # the script's required flags, for which there is no default
         option.required = False
     given = parser.parse_args(flags)
     for option in required:
@@ -158,7 +158,7 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 def problems(args: argparse.Namespace, config: RecoverConfig, *, may_have_data: bool = False) -> list[str]:
     """Return every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none found.
 
-    ``may_have_data``: the script may have other data, which Megatron's flags do not name.
+    ``may_have_data``: the script may read data that Megatron's flags do not name.
     """
     found = [
         *_layout(args),
@@ -307,7 +307,7 @@ def _strictness(args: argparse.Namespace) -> list[str]:
 
 
 def _unloadable(args: argparse.Namespace) -> list[str]:
-    """Report that Megatron cannot load checkpoints of this torch with the requested check of their keys.
+    """Return a message if --dist-ckpt-strictness makes Megatron fail to load checkpoints of this torch.
 
     Megatron (0.18 to 0.20) creates a tensor for each key by ``torch.empty(size, **properties)``.  The properties that
     torch 2.15 writes include ``strides``, which ``torch.empty`` does not accept.
@@ -326,8 +326,8 @@ def _unloadable(args: argparse.Namespace) -> list[str]:
 
 
 def _packages(args: argparse.Namespace) -> list[str]:
-    """Refuse flags that need a missing Python package; Megatron would import it only after the start."""
-    # package: (module, argument, its values that need it; none: any)
+    """Refuse flags that need a missing Python package, which Megatron would import only after the start."""
+    # package: (module, argument, values of the argument that need the package; empty: any value)
     wanted: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "emerging-optimizers": ("emerging_optimizers", "optimizer", EMERGING),
         "wandb": ("wandb", "wandb_project", ()),
@@ -368,7 +368,7 @@ def _device(args: argparse.Namespace) -> list[str]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     here = torch.cuda.device_count()
     if local > here:
-        return [f"{local} workers on this machine, but {here} CUDA devices: lower --nproc-per-node to {here}"]
+        return [f"{local} workers on this machine, but only {here} CUDA devices: lower --nproc-per-node to {here}"]
     return []
 
 
@@ -391,8 +391,8 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Refuse folders that cannot be created or written, before the first iteration.
 
-    To spare a shared file system only one worker of each host tries them; if rank 0 alone writes checkpoints, only it
-    tries their folders.  Each worker tries its TMPDIR, which the checkpoint writers use.
+    To spare a shared file system, only one worker of each host tries the folders; if only rank 0 writes checkpoints,
+    only rank 0 tries the checkpoint folders.  Each worker tries its TMPDIR, which the checkpoint writers use.
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     wanted = {"--recover-log-dir": config.log_dir if config.enabled and first_here else None}
@@ -408,7 +408,7 @@ def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def _sockets() -> list[str]:
-    """Return why multiprocessing cannot open sockets below TMPDIR: the manager of the checkpoint writers needs one."""
+    """Return why multiprocessing cannot open a socket below TMPDIR, as the manager of the checkpoint writers must."""
     try:
         with tempfile.TemporaryDirectory(prefix="pymp-") as folder, socket.socket(socket.AF_UNIX) as tried:
             tried.bind(f"{folder}/listener-12345678")
@@ -426,4 +426,4 @@ def _sockets() -> list[str]:
 
 
 SAVES = ("save", "non_persistent_global_ckpt_dir")
-"""Arguments of Megatron that name a folder which is not written before the first checkpoint."""
+"""Megatron's arguments that name a folder to which nothing is written before the first checkpoint."""

@@ -1,4 +1,4 @@
-"""The parts of a GPT pre-training script, for the Megatron-Core wheel (0.19), which ships none.
+"""The parts of a GPT pre-training script, for the Megatron-Core wheel (0.19), which has no script.
 
 A Megatron-LM checkout has them in its pretrain_gpt.py, and `program` uses that file if it exists.  This module gives
 Megatron's pretrain() the same five parts: the batch, the loss, the forward step, the datasets, and the ranks
@@ -60,13 +60,13 @@ stimer = StragglerDetector()
 
 
 def _predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Return whether this worker has multi-token-prediction layers: like the first and last stage they need a batch."""
+    """Return whether this worker has multi-token-prediction layers; they need a batch, as the first and last stage."""
     return _stage_predicts_further_tokens(mpu.get_pipeline_model_parallel_rank(), vp_stage)
 
 
 @cache
 def _stage_predicts_further_tokens(stage: int, vp_stage: int | None) -> bool:
-    """Return the same for ``stage``, cached by it: with --recover a worker may change its stage."""
+    """Return whether ``stage`` has multi-token-prediction layers; cached by stage: a worker's stage may change."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -312,7 +312,7 @@ train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-de
 
 
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Return a pipeline's ranks that hold a word embedding: the first, a tied output layer's, and those of MTP."""
+    """Return a pipeline's ranks that hold a word embedding: the first, a tied output layer's, and MTP's ranks."""
     holders = {pp_ranks[0]}
     if len(pp_ranks) > 1:
         args = get_args()

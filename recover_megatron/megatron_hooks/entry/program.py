@@ -4,8 +4,8 @@
     check       parse the flags, refuse what cannot run             (before any process group is made)
     run         install hooks if --recover, call pretrain()
 
-A Megatron-LM checkout has its own pretrain_gpt.py, whose functions are used.  The wheel of 0.19 has none, so
-`gpt_script` replaces it.  Megatron's pretrain() takes a model provider in 0.18, and none from 0.19 on.
+If Megatron is a checkout, the program uses the functions of the checkout's pretrain_gpt.py.  The wheel of 0.19 has
+no such script, so `gpt_script` replaces it.  Megatron's pretrain() takes a model provider in 0.18, not in 0.19.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Program:
         validated(args)
 
     def _parse(self) -> argparse.Namespace:
-        """Return Megatron's arguments as it will parse them, not validated yet."""
+        """Return Megatron's arguments, parsed as Megatron will parse them, but not validated yet."""
         from megatron.training import arguments
 
         parsed: argparse.Namespace = flags.as_user_errors(partial(arguments.parse_args, self._options))
         return parsed
 
     def run(self) -> None:
-        """Train to the end.  Raises UserError for what only a Megatron hook can detect before the start."""
+        """Train to the end.  Raises UserError for problems that only hooks in Megatron can find before the start."""
         from megatron.training import inprocess_restart, print_rank_0, set_startup_timestamps, training
 
         _print_versions(self.megatron, print_rank_0)
@@ -90,7 +90,7 @@ class Program:
         self._pretrain(pretrain, store=store)
 
     def _pretrain(self, pretrain: Callable[..., None], **options: Any) -> None:
-        """Call pretrain(); raises UserError if it lacks a Python package before it trains."""
+        """Call pretrain(); raises UserError if a missing Python package stops it before the training."""
         try:
             self._call(pretrain, **options)
         except ImportError as error:
@@ -114,7 +114,7 @@ class Program:
         if self.megatron.release < (0, 19):  # the script builds the model
             container = pretrain_cfg_container_from_args(args)
             options["model_provider"] = partial(script.model_provider, script.gpt_builder)
-        else:  # the configuration does
+        else:  # the configuration builds the model
             container = pretrain_cfg_container_from_args(args, self._model_config(args))
         pretrain(
             container,
@@ -139,7 +139,7 @@ class Program:
 def validated(args: argparse.Namespace) -> argparse.Namespace:
     """Return a copy of parsed arguments as validated by Megatron, with its defaults; unchanged with ``--yaml-cfg``.
 
-    A dry run without output: pretrain() validates, and prints, again.
+    The validation prints nothing, because pretrain() validates and prints again.
     """
     from megatron.training import arguments
 
@@ -155,8 +155,8 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
 def with_checkpoint_args(args: argparse.Namespace) -> argparse.Namespace:
     """Return a copy of parsed arguments with those that --use-checkpoint-args reads from the checkpoint.
 
-    Returns them unchanged without the flag, or without a checkpoint.  Prints nothing: Megatron does it again before it
-    validates.  Raises UserError if Megatron refuses, or would only print the reason and exit with status 0.
+    Returns the arguments unchanged without the flag, or without a checkpoint.  Prints nothing, because Megatron reads
+    them again before it validates.  Raises UserError if Megatron refuses, or would print why and exit with status 0.
     """
     if not getattr(args, "use_checkpoint_args", False):
         return args
@@ -171,7 +171,7 @@ def with_checkpoint_args(args: argparse.Namespace) -> argparse.Namespace:
             for folder in ("pretrained_checkpoint", "load"):
                 flags.as_user_errors(partial(load_args_from_checkpoint, found, load_arg=folder))
     except SystemExit:
-        raise UserError(f"--use-checkpoint-args: Megatron ends: {' '.join(said.getvalue().split())}") from None
+        raise UserError(f"--use-checkpoint-args: Megatron would exit: {' '.join(said.getvalue().split())}") from None
     return found
 
 
@@ -204,7 +204,7 @@ def is_in_charge() -> bool:
 def choose_device(config: RecoverConfig, within: str | None = None) -> None:
     """Make Megatron, which must not be imported yet, run on a GPU or on the host.
 
-    Sufficient for a process that a worker spawned (Megatron's persistent checkpoint writer imports Megatron again).
+    A process that a worker has spawned needs only this call (Megatron's checkpoint writer imports Megatron again).
     ``within``: see ``hostdevice.activate``.  Raises UserError for a missing device.
     """
     try:

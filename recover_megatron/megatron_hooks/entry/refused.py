@@ -2,10 +2,10 @@
 
 ``ADJUSTED`` lists the flags that --recover accepts and implements in another way, each logged at the start:
 
-    another way   the same result by other means
+    another way   --recover computes the same result by other means
     switched off  a speed-up or an extra report that cannot survive a death: the training is the same
 
-A flag that changes what is trained is never switched off: it is refused.
+A flag that changes what is trained is never switched off, but refused.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _spreads_weights(flag: str, size: str) -> Rule:
 
 
 def balances_by(kind: str) -> Condition:
-    """Return a condition: ``kind`` is among the load balancing types of the routers."""
+    """Return the condition that ``kind`` is among the load balancing types of the routers."""
 
     def when(args: argparse.Namespace) -> bool:
         kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
@@ -165,7 +165,7 @@ SHARDED_RULES = [
 
 
 def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Return what --recover refuses together with the distributed optimizer; empty without it."""
+    """Return why --recover refuses these flags with the distributed optimizer; empty without that optimizer."""
     # Megatron turns the distributed optimizer on with Megatron-FSDP.
     if not is_set("use_distributed_optimizer", "use_megatron_fsdp")(args):
         return []
@@ -182,7 +182,7 @@ def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def cannot_recover(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Return what --recover refuses for now: not every microbatch would count exactly once, or it is untested."""
+    """Return why --recover refuses the flags for now: microbatches might not count exactly once, or it is untested."""
     rules = RULES if config.untested else [*RULES, *UNTESTED]
     found = reasons(rules, args)
     if hostdevice.is_active() and config.collective == "native":
@@ -232,7 +232,7 @@ def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, 
 
 
 def _least(args: argparse.Namespace) -> int:
-    """Return the least microbatches of a data-parallel rank that runs any: 1, or the stages if they are interleaved.
+    """Return the smallest number of microbatches that a rank can run: 1, or the stages if they are interleaved.
 
     Reads flags that Megatron has not validated yet.
     """
@@ -249,7 +249,7 @@ def _least(args: argparse.Namespace) -> int:
 
 
 def _groups_of_microbatches(args: argparse.Namespace) -> list[str]:
-    """Refuse a group size that Megatron would reject, for a rank's share of the batch, only in its first pass."""
+    """Refuse a group size that does not fit a rank's share of the batch; Megatron would fail in the first pass."""
     flag, group = "--microbatch-group-size-per-virtual-pipeline-stage", args.microbatch_group_size_per_vp_stage
     stages = args.pipeline_model_parallel_size
     if group in (None, stages):
@@ -267,7 +267,7 @@ def _groups_of_microbatches(args: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Adjusted:
-    """Flags that --recover changes: if ``given`` is true of Megatron's arguments, existing ones become ``values``."""
+    """Flags that --recover changes: if ``given`` is true of Megatron's arguments, existing ones get the ``values``."""
 
     flag: str
     given: Condition
@@ -389,7 +389,7 @@ def adjust(args: argparse.Namespace) -> list[Adjusted]:
 
 
 def refuse_unadjusted(args: argparse.Namespace) -> list[str]:
-    """Refuse arguments from a --yaml-cfg file that ``adjust`` would change: they bypass the parser."""
+    """Refuse arguments from a --yaml-cfg file that ``adjust`` would change, because they bypass the parser."""
     return [
         f"--recover cannot be combined with {one.flag} from a --yaml-cfg file: {one.words}"
         for one in ADJUSTED

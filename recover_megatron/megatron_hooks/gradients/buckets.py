@@ -1,15 +1,16 @@
-"""Gradient buckets: instead of a sum over the data-parallel ranks, Megatron hands a bucket to the step.
+"""Gradient buckets: Megatron hands each bucket to the step, instead of summing it over the data-parallel ranks.
 
 register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  scaled, Gradients.ready: may be summed
-the schedule's end                                          (finalize is held back: see trainer)
+the schedule's end                                          (finalize is delayed: see trainer)
 another pass of the step: LOCAL segments are unscaled, lost microbatches are added to them, and they are scaled again
 the step is committed --finish_grad_sync-->  Megatron sees that the sum is done
 
-As in stock Megatron, gradients are scaled before the sum: in their own dtype the sum is rounded, and may overflow.  An
-average (--ddp-average-in-collective) is also such a sum, scaled by the number of ranks at launch.
+As in stock Megatron, gradients are scaled before the sum, because the sum is computed in their dtype and may overflow.
+An average (--ddp-average-in-collective) is also computed as a sum, scaled by the number of ranks at launch.
 
-With the distributed optimizer a bucket's parameters have the same number; the update gathers them
-(`sharded_optimizer`), so Megatron's calls for that do nothing, or (--overlap-param-gather) wait for the pending gather.
+With the distributed optimizer the parameters of a bucket have the bucket's number.  The update gathers parameters
+(`sharded_optimizer`), so Megatron's calls that would gather do nothing, or, with --overlap-param-gather, wait for the
+pending gather.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from recover_megatron.workload.grid import Column, ring_order
 
 
 class Buckets:
-    """The bucket groups of this worker's model chunks, by their numbers in ``gradients``.
+    """The bucket groups of this worker's model chunks, with the numbers of their buckets in ``self.gradients``.
 
     ``shadows``: the number of other workers with a copy of each part of a distributed optimizer's state.
     """
@@ -52,7 +53,7 @@ class Buckets:
         self._number: dict[int, list[int]] = {}
         self._number_of_bucket: dict[int, int] = {}
         self.tail = ring_order(column_of(model[0].dp_cp_group), grid, self.instances)
-        """The column of the last sum: that of the dense parameters."""
+        """Column of the tail, the step's last sum: the column of the dense parameters."""
         columns: dict[Column, Column] = {}
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
@@ -76,7 +77,7 @@ class Buckets:
                     self.parameters.append((column, bucket.param_data.view(-1)))
         self._experts = model[0].expt_dp_group
         if sharded and get_model_config(model[0]).expert_model_parallel_size > 1:
-            # A stage without experts also receives their norm, and has Megatron's optimizer of them.
+            # A stage without experts also receives the experts' norm, and has Megatron's optimizer for experts.
             members = launched_of(self._experts)
             columns.setdefault(ring_order(column_of(self._experts), grid, self.instances), members)
         self.overlaps = sharded and bool(model[0].ddp_config.overlap_param_gather)
@@ -93,7 +94,7 @@ class Buckets:
         self._settled: set[int] = set()
 
     def knows(self, group: Any) -> bool:
-        """Return whether this is one of the model's bucket groups."""
+        """Return whether ``group`` is a bucket group of the model."""
         return id(group) in self._number
 
     def number(self, bucket: Any) -> int:
@@ -105,18 +106,18 @@ class Buckets:
         return column, tensor.numel()
 
     def whole(self, optimizer: Any) -> Any:
-        """Return Megatron's group of the complete column, over all instances, of one of its distributed optimizers."""
+        """Return Megatron's process group of the column, over all instances, whose state ``optimizer`` updates."""
         buffers = optimizer.buffers
         return self._whole[self.number(buffers[0].buckets[0])] if buffers else self._experts
 
     def ready(self, group: Any) -> None:
-        """Mark the group's buckets complete: they hold all gradients of this pass."""
+        """Mark the group's buckets complete, because they contain all gradients of this pass."""
         self._settle(group)
         for number in self._number[id(group)]:
             self.gradients.ready(number)
 
     def need(self, group: Any) -> None:
-        """Wait until the group's parameters are those of the last update; see ``Overlap.complete``."""
+        """Wait until the last update has gathered the group's parameters; see ``Overlap.complete``."""
         if self.overlap is not None and self.overlap.pending:
             for number in self._number[id(group)]:
                 self.overlap.complete(number)
@@ -125,7 +126,7 @@ class Buckets:
         """Begin a step: Megatron has zeroed the gradients."""
 
     def new_pass(self, *, again: bool) -> None:
-        """Begin a pass over the model: every parameter will be counted.  ``again``: not the step's first pass."""
+        """Begin a pass over the model.  ``again``: it is not the step's first pass, so LOCAL segments are unscaled."""
         for group in self._groups:
             group.per_param_grad_ready_counts = {}
             if again and id(group) in self._settled:
@@ -136,13 +137,13 @@ class Buckets:
         self._settled.clear()
 
     def settle(self) -> None:
-        """Finish the pass: afterwards every bucket holds the values to sum."""
+        """Finish the pass, so that every bucket holds the values to sum."""
         for group in self._groups:
             if id(group) not in self._settled:
                 self._settle(group)
 
     def _settle(self, group: Any) -> None:
-        """Copy in gradients from outside the buffer, check all of them if requested, and scale them."""
+        """Copy gradients stored outside the buffer into it; check all gradients, if requested, and scale them."""
         self._settled.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):
@@ -152,7 +153,7 @@ class Buckets:
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         with torch.no_grad():
-            for bucket in group.buckets:  # its REDUCED segments have been saved
+            for bucket in group.buckets:  # the bucket's REDUCED segments have been saved
                 factor = self._factors[self.number(bucket)]
                 if factor != 1.0:
                     bucket.grad_data *= factor
@@ -167,7 +168,7 @@ class Buckets:
 def install(known: Callable[[], Buckets | None]) -> None:
     """Wrap Megatron's methods of bucket groups; raises UserError if their signatures are unknown.
 
-    ``known``: returns the model's buckets, whose groups are ours; None before they exist.
+    ``known``: returns the model's ``Buckets``, or None before they exist; other groups remain Megatron's.
     """
 
     def start_grad_sync(buckets: Buckets, group: Any, *unused: Any, **unused_too: Any) -> None:
@@ -186,7 +187,7 @@ def install(known: Callable[[], Buckets | None]) -> None:
         buckets.need(group)
 
     def of_ours(act: Callable[..., None], *, gathers: bool = False) -> Wrapper:
-        """Return a wrapper that calls ``act`` for our groups, with ``gathers`` only for a distributed optimizer's."""
+        """Return a wrapper that calls ``act`` for the model's groups; ``gathers``: only with sharded parameters."""
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def method(self: Any, *args: Any, **kwargs: Any) -> None:

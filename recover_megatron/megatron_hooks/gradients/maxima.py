@@ -1,13 +1,13 @@
-"""Maxima of layers over the microbatches of a step: they travel in the step's tail (`instep.trainer.Tail`).
+"""Maxima of layers over the microbatches of a step, which workers exchange in the step's tail (`instep.trainer.Tail`).
 
     ``AttentionLogits``   --qk-clip, --log-max-attention-logit: the largest logit per head
     ``Scales``            --fp8-recipe delayed: the largest value of each tensor that Transformer Engine rounds to 8
                           bits, from which it computes the scale
 
-The tail is a sum; some parts of it may be final while other workers sum the others again.  So each microbatch has
-separate numbers, added by the worker that ran it and then equal on all workers.  After the commit each worker has the
-maximum over the complete batch.  Other passes through the layers do not count: an evaluation, a recomputation in the
-backward pass, an abandoned attempt.
+The tail is a sum, and some parts of it may be final while workers sum the others again.  So each microbatch has
+separate numbers: the worker that ran it contributes them, and all workers receive them.  After the commit each worker
+computes the maximum over the complete batch.  Other passes through the layers do not count: an evaluation, a
+recomputation in the backward pass, an abandoned attempt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recover_megatron.megatron_hooks.entry.refused import Adjusted, say, scales_
 
 
 class _Maxima:
-    """Values of the microbatches of a step, ``width`` each, in rows for those that this worker has run."""
+    """Values of a step's microbatches: a row of ``_width`` values for each microbatch that this worker has run."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -44,7 +44,7 @@ class _Maxima:
         return self._total * self._width
 
     def begin(self, total: int) -> None:
-        """Begin a step of ``total`` microbatches over all replicas: drop the rest of an unfinished one."""
+        """Begin a step of ``total`` microbatches over all replicas; drop the values of an unfinished step."""
         self._total = total
         self._rows = {}
 
@@ -56,7 +56,7 @@ class _Maxima:
     def _over(self, groups: Sequence[Any], ids: Sequence[int]) -> None:
         """Reduce the rows of the microbatches ``ids`` to their maxima over these groups inside the replica.
 
-        All members call it together.  Context-parallel ranks run the same microbatches: only the first keeps the rows.
+        All members call it together.  Context-parallel ranks run the same microbatches, so only the first keeps rows.
         """
         groups = [group for group in groups if group.size() > 1]
         if not self._rows or not groups:
@@ -71,7 +71,7 @@ class _Maxima:
             self._rows.update(zip(ids, whole, strict=True))
 
     def read(self) -> torch.Tensor:
-        """Return the values by microbatch, zero for microbatches without a row here.
+        """Return the values by microbatch; zero for a microbatch that has no row on this worker.
 
         float64, flat (microbatch * width + number), on the host.
         """
@@ -86,11 +86,11 @@ class _Maxima:
 
 
 LOGIT_FLAGS = ("qk_clip", "log_max_attention_logit")
-"""Attributes of Megatron's arguments that enable these maxima."""
+"""Attributes of Megatron's arguments that enable ``AttentionLogits``."""
 
 
 class AttentionLogits(_Maxima):
-    """The largest logits of one worker's layers.  ``args``: Megatron's; empty without one of ``LOGIT_FLAGS``.
+    """Largest attention logits of one worker's layers; none without ``LOGIT_FLAGS``.  ``args``: Megatron's arguments.
 
     Megatron keeps a maximum per head over a worker's microbatches, and reduces it over all workers in the update
     (``clip_qk``).  That would be too late here: the maxima of a lost replica, whose microbatches a committed step has
@@ -117,8 +117,8 @@ class AttentionLogits(_Maxima):
     def begin_pass(self, chunk: int, j: int) -> None:
         """Begin the forward pass of microbatch ``j`` on chunk ``chunk`` of the model.
 
-        The backward pass of another microbatch may run concurrently and recompute layers: their maxima then count
-        for ``j``, which is in the same batch.
+        The backward pass of another microbatch may run concurrently and recompute layers.  The recomputed maxima then
+        count for ``j``, which is in the same batch.
         """
         self.end_pass()
         for attention, _ in self._chunks[chunk]:
@@ -136,7 +136,7 @@ class AttentionLogits(_Maxima):
                 self._row(j, -torch.inf, largest)[heads] = largest.detach().float()
 
     def ran(self, ids: Sequence[int]) -> None:
-        """Reduce the maxima of ``ids``, which were run.  All context-parallel ranks call it together."""
+        """Reduce the maxima of the microbatches ``ids``, which have run.  All context-parallel ranks must call it."""
         self.end_pass()
         self._over([parallel_state.get_context_parallel_group()], ids)
 
@@ -147,7 +147,7 @@ class AttentionLogits(_Maxima):
         largest = self._largest(whole)
         for attention, heads in (layer for chunk in self._chunks for layer in chunk):
             logits = largest[heads]
-            # Megatron also skips a layer without logits.
+            # None: Megatron skips a layer without logits.
             attention.current_max_attn_logits = None if bool((logits == -torch.inf).all()) else logits.to("cuda")
 
 
@@ -170,8 +170,8 @@ ONCE_A_STEP = Adjusted(
 def _engine() -> tuple[Any, Any, Callable[..., None]]:
     """Return Transformer Engine, its manager of scales, and the manager's function that updates them.
 
-    From now on scales are updated only by that call, without a reduction over workers: Transformer Engine would do both
-    after each pass of a microbatch.  Raises UserError if this Transformer Engine has unknown signatures.
+    From now on only that function updates scales, without a reduction over workers; Transformer Engine would reduce
+    and update after each pass of a microbatch.  Raises UserError if this Transformer Engine has unknown signatures.
     """
     try:
         names = (
@@ -202,7 +202,7 @@ def _engine() -> tuple[Any, Any, Callable[..., None]]:
 
 @dataclass(frozen=True)
 class _Side:
-    """Tensors that a model chunk rounds to 8 bits in one direction.  ``at``: their slice of a microbatch's values."""
+    """Tensors that a chunk rounds to 8 bits in the forward or backward pass.  ``at``: their slice of the values."""
 
     key: str
     modules: tuple[Any, ...]
@@ -223,15 +223,15 @@ class _Side:
 
 
 class Scales(_Maxima):
-    """The scales of one worker's layers.  ``args``: Megatron's; empty without delayed scaling.
+    """The 8-bit scales of one worker's layers; none without delayed scaling.  ``args``: Megatron's arguments.
 
     A scale is computed from the maxima of the last steps.  It does not change within a step, so a microbatch has the
     same numbers wherever and however often it runs; each scale changes once, with the update, by the maximum of the
-    batch (``move``).  (Transformer Engine itself changes it after each microbatch.)  So the scales are a function of
+    batch (``move``).  (Transformer Engine changes scales after each microbatch.)  So the scales are a function of
     the steps, equal in a column and on all workers of a stage, and part of the training's state (``tensors``).
 
-    ``microbatch`` is the context of a chunk's forward pass; its backward pass begins with the gradient of its output
-    (``watch``) and ends at the latest with the pass (``ran``).
+    ``microbatch`` is the context of a chunk's forward pass.  The chunk's backward pass begins when the gradient of its
+    output is computed (``watch``) and ends at the latest in ``ran``.
     """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
@@ -242,7 +242,7 @@ class Scales(_Maxima):
         self._awaited: set[tuple[int, int]] = set()
         """(chunk, microbatch) of backward passes that have not begun."""
         self._found: torch.Tensor | None = None
-        """Maxima of the batch, from the commit to the update."""
+        """Maxima of the batch between the commit and the update; otherwise None."""
         if not scales_by_history(args):
             return
         say(ONCE_A_STEP)
@@ -251,7 +251,7 @@ class Scales(_Maxima):
         self._sides = [self._prepare(engine, manager, chunk) for chunk in model]
 
     def _prepare(self, engine: Any, manager: Any, chunk: torch.nn.Module) -> tuple[_Side, _Side]:
-        """Create the scales of a chunk now, before its first forward pass: a received state may contain them."""
+        """Create a chunk's scales before its first forward pass, so that received scales can be loaded into them."""
         gemms, config = {}, get_model_config(chunk)
         if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
             raise UserError("--fp8-recipe delayed with --recover needs attention in 16 bits (no FP8 attention)")
@@ -278,7 +278,7 @@ class Scales(_Maxima):
         self._under_way, self._awaited, self._found = {}, set(), None
         if self._sides:
             _, manager, _ = _engine()
-            # A FIFO from which layers take the scales for a recomputation: an aborted pass has left entries.
+            # Layers take the scales for a recomputation from this FIFO, in which an aborted pass may have left entries.
             for kept in getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer:
                 kept.clear()
 
@@ -292,7 +292,7 @@ class Scales(_Maxima):
             self._take(self._sides[chunk][0], j)
 
     def watch(self, chunk: int, j: int, output: Any) -> None:
-        """Note the ``output`` of chunk ``chunk`` for microbatch ``j``: its gradient begins the backward pass."""
+        """Note the ``output`` of chunk ``chunk`` for microbatch ``j``, whose gradient begins the backward pass."""
         first = output[0] if isinstance(output, list) else output
         if self._sides and self._sides[chunk][1].modules and getattr(first, "requires_grad", False):
             self._awaited.add((chunk, j))
@@ -314,7 +314,7 @@ class Scales(_Maxima):
             self._row(j, 0.0, largest)[side.at] = largest
 
     def ran(self, ids: Sequence[int]) -> None:
-        """Reduce the maxima of ``ids``, which were run forward and backward.  All workers of the stage call it.
+        """Reduce the maxima of the microbatches ``ids``, run forward and backward.  All workers of the stage call it.
 
         Tensor and context ranks have parts of a tensor; an expert has seen the tokens of all ranks of its group.
         """
@@ -332,7 +332,7 @@ class Scales(_Maxima):
         self._found = self._largest(whole) if self._width else None
 
     def move(self) -> None:
-        """Change each scale by the maxima of the batch, with the update.  Communicates with no worker."""
+        """Compute each scale's new value from the maxima of the batch, at the update.  Communicates with no worker."""
         if self._found is None:
             return
         for side in (side for sides in self._sides for side in sides if side.modules):
@@ -346,9 +346,9 @@ class Scales(_Maxima):
     # ---- the scales in the state
 
     def tensors(self, *, whole: bool = False) -> Iterator[torch.Tensor]:
-        """Yield the live scales and histories, in a fixed order: equal in a column between two iterations.
+        """Yield the live scales and histories in a fixed order; between two iterations a column has equal values.
 
-        Without ``whole`` the first rows are left out: an evaluation writes to them.
+        Without ``whole`` the first row of each history is left out, because an evaluation writes to it.
         """
         for state in (state for sides in self._sides for side in sides for state in side.states):
             yield state.scale
@@ -356,6 +356,6 @@ class Scales(_Maxima):
             yield from [history] if history.numel() else []
 
     def reset(self) -> None:
-        """Reset them to those of a model before its first step."""
+        """Reset all scales and histories to their values before the first step."""
         for module in (module for forward, _ in self._sides for module in forward.modules):
             module.reset_fp8_meta_tensors()

@@ -2,15 +2,16 @@
 
 Microbatch j of the iteration that starts at ``consumed`` samples begins at consumed + j * size, and its samples are:
 
-    InOrder    --dataloader-type single: the samples from there on
-    Shuffled   --dataloader-type cyclic: those that Megatron's shuffling sampler gives the data-parallel rank j % ranks,
-               epoch after epoch
-    ByNumber   --dataloader-type external: what the user's loader returns for (consumed + j * size) / size
-    InTurn     --full-validation: one sample for each rank in turn, each rank's again and again
+    InOrder    --dataloader-type single: the samples from this number on
+    Shuffled   --dataloader-type cyclic: the samples that Megatron's shuffling sampler gives data-parallel rank
+               j % ranks, epoch after epoch
+    ByNumber   --dataloader-type external: the samples that the user's loader returns for the number
+               (consumed + j * size) / size
+    InTurn     --full-validation: one sample for each rank in turn; after its last sample a rank begins again
 
 The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  A state's version counts
-skipped iterations with the one before them, since they do not change the state: a worker that joins begins after them.
-steps.jsonl has no line for them; the next line has their number.
+the skipped iterations after its last step, which do not change the state: a worker that joins begins after them.
+steps.jsonl has no line for skipped iterations; the next line contains the number of them.
 
 Random numbers are a function of (seed, iteration, microbatch, position), never of the worker that runs the microbatch
 (``MicrobatchSeeds``); gradients are counted when they are added to the buffer (``Accumulated``).
@@ -39,12 +40,12 @@ from recover_megatron.workload.assign import group_size
 
 
 class Accumulated:
-    """Number of microbatches in the gradient of each model chunk, since the start of the run.
+    """Counts the microbatches added to the gradient of each model chunk, since the start of the run.
 
-    Counted by the hooks that add gradients to the buffer.  At least one dense parameter gets a gradient from every
-    microbatch, but not each does: a vision transformer's may get none from a sample without an image.  And a parameter
-    may get several in one call of Megatron's backward pass, which count once: if it is shared by modules with separate
-    backward passes (--overlap-moe-expert-parallel-comm), or its layer is used twice and recomputed.
+    The hooks that add gradients to the buffer count.  At least one dense parameter gets a gradient from every
+    microbatch, but others may not: a vision transformer may get none from a sample without an image.  If a parameter
+    gets several gradients in one call of Megatron's backward pass, they count once: modules with separate backward
+    passes may share it (--overlap-moe-expert-parallel-comm), or its layer may be used twice and recomputed.
     """
 
     def __init__(self) -> None:
@@ -73,14 +74,14 @@ class Accumulated:
         return _make_backward_post_hook
 
     def watch(self, fsdp: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Count for a chunk in Megatron-FSDP, after its own hooks of ``parameters`` have been registered."""
+        """Count the gradients of a Megatron-FSDP chunk; call it after FSDP has registered its own hooks."""
         for param in parameters:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._counted(fsdp, param, lambda _: None))
 
     def _counted(self, chunk: Any, param: torch.nn.Parameter, add: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``add``, which adds a gradient of ``param``, to count; experts are not counted: some microbatches give
-        them no gradient."""
+        """Wrap ``add``, which adds a gradient of ``param``, so that it counts.  Experts are not counted, because some
+        microbatches give them no gradient."""
         if not getattr(param, "allreduce", True):
             return add
         counts = self._counts.setdefault(chunk, [])
@@ -103,7 +104,7 @@ class Accumulated:
     def check(self, model: Sequence[Any], before: Sequence[list[int]], microbatches: Sequence[int]) -> None:
         """Raise WrongGradients unless each chunk has added exactly ``microbatches`` since ``before``.
 
-        Both are by chunk; microbatches without a backward pass in Megatron do not count (``has_gradient``).
+        Both lists have an entry per chunk.  Microbatches without a backward pass do not count (``has_gradient``).
         """
         counts = zip(before, self.counts(model), microbatches, strict=True)
         for number, (old, new, wanted) in enumerate(counts):
@@ -115,7 +116,7 @@ class Accumulated:
 def has_gradient(output: Any) -> bool:
     """Return whether Megatron runs a backward pass from this output of a forward step (``schedules.backward_step``).
 
-    It does not if no trained parameter took part: for example text only, in a model with a frozen language model.
+    It does not if no trained parameter took part, for example if only a frozen language model processed text.
     """
     first = output[0] if isinstance(output, list) else output
     return bool(getattr(first, "requires_grad", True))
@@ -124,7 +125,7 @@ def has_gradient(output: Any) -> bool:
 def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     """Return a context in which Megatron's schedule can run ``count`` microbatches through ``model`` (or its chunks).
 
-    It sets a fitting group size for an interleaved pipeline: only the schedules read it, when a pass begins.
+    The context sets a fitting group size for an interleaved pipeline; only the schedules read it, when a pass begins.
     Microbatches pass a chunk of layers in the same order for any size, so the gradients are the same to the bit.
     Raises ValueError if ``count`` is too small for an interleaved pipeline with this number of stages.
     """
@@ -173,11 +174,11 @@ def mix(*numbers: int) -> int:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the seams for skipped batches (not read here), for the random states in a checkpoint, and for a random
-    number that is drawn once and kept.
+    """Wrap the seams for skipped batches (which are not read), for the random states in a checkpoint, and for random
+    numbers that are drawn once and kept.
 
-    The saved states do not matter, see ``MicrobatchSeeds``; but with ``--data-parallel-random-init`` a start reads one
-    for each replica of the launch, so those of lost replicas are filled in.
+    The saved random states have no effect (see ``MicrobatchSeeds``), but with ``--data-parallel-random-init`` a start
+    reads a state for each replica of the launch, so the states of lost replicas are filled in.
     """
     loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)
@@ -186,12 +187,12 @@ def install(loop: Loop) -> None:
 
 def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_rng_state(*args: Any, **kwargs: Any) -> Any:
-        # Megatron's list must have room for the gathered states, also if they are more or fewer than at launch.
+        # Megatron's list must have room for all gathered states, even if their number differs from the launch's.
         with monkeypatch.replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=None):
             found = original(*args, **kwargs)
         states = getattr(found, "data", found)  # wrapped in an object by formats that record its position
         if isinstance(states, dict):
-            (states,) = states.values()  # of this position
+            (states,) = states.values()  # the states of this position
         if get_args().data_parallel_random_init:
             states += states[-1:] * (get_args().data_parallel_size - len(states))
         return found
@@ -202,7 +203,7 @@ def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
 def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Draw the bias that a router keeps for the run (--moe-router-force-biased below 0) from the seed and the layer.
 
-    Megatron draws it in the first forward pass of a process, which depends on the microbatch.
+    Megatron draws it in the first forward pass of a process, so that it depends on the microbatch.
     """
 
     def apply_biased_logits(logits: torch.Tensor, std: float, layer_number: int | None = None) -> Any:
@@ -217,11 +218,11 @@ def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MicrobatchSeeds:
-    """Sets the random states before a forward pass.  ``device``: that of the model.
+    """Sets the random states before a forward pass.  ``device``: the model's device.
 
-    The default generator is the same on all tensor-parallel ranks of a stage, as in Megatron, and so is every tracked
-    generator, except those that must differ (their seed contains the tensor and expert ranks).  Activation
-    recomputation saves and restores states itself.
+    As in Megatron, the default generator has the same seed on all tensor-parallel ranks of a stage.  The seeds of other
+    tracked generators contain the tensor, context and expert ranks, except those in ``SAME_ON_TENSOR_RANKS``.
+    Activation recomputation saves and restores states itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -262,14 +263,14 @@ class MicrobatchSeeds:
 
 
 class InOrder:
-    """The samples of a data set of ``total`` in order; ``size``: samples per microbatch."""
+    """The ``total`` samples of a data set in order; ``size``: samples per microbatch."""
 
     def __init__(self, total: int, size: int) -> None:
         self._total = total
         self._size = size
 
     def samples(self, first: int) -> list[int] | None:
-        """Return those of the microbatch that begins at ``first``; None at the end of the data set."""
+        """Return the samples of the microbatch that begins at ``first``; None at the end of the data set."""
         return list(range(first, first + self._size)) if first + self._size <= self._total else None
 
 
@@ -280,14 +281,14 @@ class ByNumber:
         self._size = size
 
     def samples(self, first: int) -> list[int]:
-        """Return, as the only entry, the number of the microbatch that begins at sample ``first``."""
+        """Return a list whose only entry is the number of the microbatch that begins at sample ``first``."""
         return [first // self._size]
 
 
 class InTurn:
-    """The samples of a data set of ``total``, dealt one by one to the ``ranks`` of the launch: microbatches of one.
+    """The ``total`` samples of a data set, dealt one by one to the ``ranks`` of the launch; a microbatch is one sample.
 
-    A rank that has used all its samples starts again with its first.
+    A rank that has used all its samples starts again with the first of them.
     """
 
     def __init__(self, total: int, ranks: int) -> None:
@@ -302,7 +303,7 @@ class InTurn:
         return -(-self._total // self._ranks)
 
     def samples(self, first: int) -> list[int]:
-        """Return those of the microbatch that begins at ``first``."""
+        """Return the samples of the microbatch that begins at ``first``."""
         turn, rank = divmod(first, self._ranks)
         own = -(-(self._total - rank) // self._ranks)
         return [turn % own * self._ranks + rank]
@@ -312,7 +313,7 @@ class Shuffled:
     """The ``total`` samples of a data set, reshuffled in each epoch, for the ``ranks`` of the launch.
 
     An epoch has the same number of microbatches, of ``size`` samples, for each rank; some samples may be left over.
-    ``sharded``: whether each rank shuffles a separate part (Megatron's default).  If all ranks shuffle the complete
+    ``sharded``: True if each rank shuffles a separate part (Megatron's default).  If all ranks shuffle the complete
     data set, Megatron's sampler gives the leftover samples, if they are enough, to its first ranks, in place of their
     first microbatch of the next epoch.
     """
@@ -322,16 +323,16 @@ class Shuffled:
         self._ranks = ranks
         self._sharded = sharded
         self.round = size * ranks
-        """Samples of one microbatch on each rank."""
+        """Number of samples in one microbatch of every rank."""
         self.epoch = total // self.round * self.round
-        """Samples of an epoch."""
+        """Number of samples that an epoch uses."""
         if not self.epoch:
             raise ValueError(f"{total} samples are not enough for one microbatch of {size} on each of {ranks} ranks")
         self._bucket = self.epoch // ranks if sharded else total // size * size
         self._shuffled = lru_cache(maxsize=2)(self._shuffle)
 
     def samples(self, first: int) -> list[int]:
-        """Return those of the microbatch that begins at ``first``."""
+        """Return the samples of the microbatch that begins at ``first``."""
         epoch, at = divmod(first, self.epoch)
         begins, rank = at // self.round * self.round, at % self.round // self._size
         shuffled = self._shuffled(epoch)
