@@ -2,9 +2,10 @@
 
     recover-run --nproc-per-node 8 pretrain_gpt_recover.py <Megatron's flags> --recover
 
-Accepts every flag of Megatron's pretrain_gpt.py.  Without --recover it is that script: no hook is installed.  Runs from
-the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.18 to 0.19) first on PYTHONPATH.  `--help` lists all
-flags, ours in the group "recover"; `--version` alone prints our version.
+Accepts every flag of Megatron's pretrain_gpt.py.  Without --recover it does the same as that script: no hook is
+installed.  It runs with the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.18 to 0.19) first on
+PYTHONPATH.  `--help` lists all flags, those of recover_megatron in the group "recover"; `--version`, as the only
+argument, prints the version of recover_megatron.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m sphinx -W --keep-going -b html docs build/site
 
 Pages are Markdown (myst-parser). ``sphinx.ext.apidoc`` and autodoc make the API reference from the docstrings: they
-import every module and write docs/api. scripts/reference.py generates docs/reference, which is committed, so that it
-can be read without a build.
+import every module and write docs/api. scripts/reference.py generates docs/reference, which is committed, so that
+readers need no build.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ version = release = recover_megatron.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.apidoc"]
 exclude_patterns = ["data", "requirements.txt"]
-suppress_warnings = ["misc.highlighting_failure"]  # a console's output is no program
+suppress_warnings = ["misc.highlighting_failure"]  # console output in a code block cannot be highlighted as a program
 
 myst_heading_anchors = 4
 myst_number_code_blocks: list[str] = []
@@ -58,7 +58,7 @@ autodoc_class_signature = "mixed"
 def restructured(lines: list[str]) -> list[str]:
     """Return a docstring as reStructuredText: its drawings and tables, which are plain text, become literal blocks.
 
-    A paragraph is a drawing if a line of it is indented or has a gap of three columns, and it is no list.
+    A paragraph that is no list is a drawing if one of its lines is indented or has a gap of three columns.
     """
     made: list[str] = []
     for paragraph in "\n".join(lines).split("\n\n"):

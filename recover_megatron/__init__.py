@@ -1,8 +1,8 @@
 """recover_megatron: resilient pre-training for Megatron-LM, and a library for other training loops.
 
 If GPUs die in the middle of a step, the survivors finish the step, with exactly the same microbatches.
-docs/architecture.md shows the layers and the six files to read first, docs/instep.md the way of one gradient through
-them.
+docs/architecture.md shows the layers and the six files to read first, docs/instep.md the path of one gradient through
+the layers.
 
 ``ElasticDataParallel``, ``StepResult`` and ``run`` are the library (docs/integrate.md).  Importing this package imports
 neither torch nor Megatron: each layer, and each of these three names, imports what it needs on first use.

@@ -1,8 +1,8 @@
 """The ``--recover-*`` flags: fields of one dataclass, with help texts, defaults and checks.
 
 The flags extend Megatron's parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to an
-existing command line.  Nothing here imports torch or Megatron: the launcher and the device layer read the definitions
-before either is loaded.  ``scripts/reference.py`` writes the table in docs/operations.md from them.
+existing command line.  This module imports neither torch nor Megatron, because the launcher and the device layer read
+the flags before either is loaded.  ``scripts/reference.py`` writes the table in docs/operations.md from them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def metrics_address(text: str) -> tuple[str, int]:
 def listed_domains(text: str) -> dict[str, str]:
     """Read ``@FILE`` (lines HOST NAME[,NAME...]) and return host -> names of its domains, in the order of the file.
 
-    Return an empty dict for other text.  Raises ValueError with all mistakes in the file.
+    Return an empty dict for text without ``@``.  Raises ValueError with all mistakes in the file.
     """
     if not text.startswith("@"):
         return {}
@@ -73,7 +73,7 @@ def listed_domains(text: str) -> dict[str, str]:
 
 
 def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the domains of this host by ``--recover-domain``; UserError if the named file has no line for it."""
+    """Return this host's domains by ``--recover-domain``; UserError if its file is invalid or omits the host."""
     if not text.startswith("@"):
         return text
     name = socket.gethostname()
@@ -160,7 +160,7 @@ class RecoverConfig:
     stall_timeout: float = option(
         600.0,
         "if more than half of the replicas hang or are silent at once, wait up to S seconds for them; a worker may "
-        "also wait so long for its data; 0: never wait",
+        "also wait up to S seconds for its data; 0: never wait",
         metavar="S",
         check=seconds_from_0,
         docs="[stalls](operations.md#a-stall-of-many-replicas): raise it if storage or hosts stall for more than ten "
@@ -178,8 +178,8 @@ class RecoverConfig:
     domain: str = option(
         "",
         "failure domains of this worker in addition to its node: a rack, a power line, a switch; each node may have "
-        "other domains. @FILE: a line HOST NAME[,NAME...] for each node, in their order. Copies of the optimizer's "
-        "state are kept on workers of other nodes and domains",
+        "other domains. @FILE: a file with a line HOST NAME[,NAME...] for each node, in the nodes' order. Copies of "
+        "the optimizer's state are kept on workers of other nodes and domains",
         metavar="NAME[,NAME...]|@FILE",
         check=listed_domains,
         default_text="the switches of SLURM's topology, if SLURM reports them (SLURM_TOPOLOGY_ADDR)",
@@ -198,8 +198,8 @@ class RecoverConfig:
         "end the run if fewer than N complete replicas are left",
         metavar="N",
         check=at_least(1),
-        docs="if fewer replicas are not worth their cost: the run then ends with 10. Replicas that the live workers "
-        "can still form count. A number above the replicas of the launch is refused",
+        docs="if fewer replicas are not worth their cost: the run then ends with exit code 10. Replicas that the live "
+        "workers can still form count. A number above the replicas of the launch is refused",
     )
     inject: str | None = option(
         None,
@@ -259,7 +259,7 @@ class RecoverConfig:
     )
     shadow_device: str = option(
         "device",
-        "keep and update these copies here: device, with the parameters (default); cpu, in host memory",
+        "place of the copies of --recover-shadow-shards: device, with the parameters (default); cpu, in host memory",
         choices=("device", "cpu"),
         default_text="",
         docs="`cpu` if device memory is short: the copies are updated in host memory while the next step computes",
@@ -317,7 +317,7 @@ class RecoverConfig:
     )
     metrics_file: str | None = option(
         None,
-        "write the same metrics to a file every two seconds, for node-exporter's textfile collector (name it *.prom)",
+        "write the metrics of --recover-metrics to PATH (*.prom) every 2 s, for node-exporter's textfile collector",
         metavar="PATH",
         check=some_path,
         docs="[metrics](monitoring.md#export-metrics-to-prometheus)",
@@ -345,11 +345,11 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """Read only our flags from a complete command line (without the program's name).
+    """Read only the ``--recover-*`` flags from a complete command line (without the program's name).
 
-    The device must be chosen before Megatron, and so its parser, is imported; ``--yaml-cfg`` replaces Megatron's
-    namespace by one without our flags.  Raises UserError for a bad value of our flags; Megatron's parser refuses
-    unknown flags later.
+    Megatron's parser cannot do this: the device must be chosen before Megatron is imported, and ``--yaml-cfg`` replaces
+    Megatron's namespace by one without these flags.  Raises UserError for a bad value of these flags; Megatron's parser
+    refuses unknown flags later.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
@@ -383,7 +383,7 @@ def problems(config: RecoverConfig) -> list[str]:
 
 
 def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
-    """Read our flags for a launcher: the defaults if a value is bad, which the script refuses."""
+    """Read the flags for a launcher; if a value is bad, return the defaults: the script will refuse the value."""
     try:
         return config_from_argv(argv)
     except UserError:
@@ -391,12 +391,12 @@ def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
 
 
 def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """Read our flags for coordinators: the defaults if a value is bad or values contradict each other."""
+    """Read the flags for coordinators; return the defaults if a value is bad or values contradict each other."""
     config = config_or_defaults(argv)
     return RecoverConfig() if problems(replace(config, coordinator=None)) else config
 
 
 def spares_from_argv(argv: Sequence[str]) -> int:
-    """Return ``--recover-spares`` of a run with ``--recover``; 0 if the value is bad, which the script refuses."""
+    """Return ``--recover-spares`` of a run with ``--recover``; 0 if a value is bad: the script will refuse it."""
     config = config_or_defaults(argv)
     return max(0, config.spares) if config.enabled else 0

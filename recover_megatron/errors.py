@@ -34,7 +34,7 @@ class InStepError(Exception):
 
 
 class Disagreement(InStepError):
-    """Contradictory reports of workers, or a sum that differs from the agreed one: nothing is committed."""
+    """Error for contradictory reports of workers, or a sum that differs from the agreed sum; nothing is committed."""
 
 
 def traceback_wanted() -> bool:
@@ -45,8 +45,8 @@ def traceback_wanted() -> bool:
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     """Print the reasons and exit with ``EXIT_USAGE``.
 
-    All workers of a node refuse for the same reasons, so only the first worker of each node prints them, and a worker
-    that joins a running job; the others exit silently.
+    All workers of a node refuse for the same reasons, so only the first worker of each node, and a worker that joins a
+    running job, print the reasons; the other workers exit silently.
     """
     first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
     if first or (os.environ.get(JOIN_VARIABLE) == "1" and os.environ.get(SPARE_VARIABLE) != "1"):

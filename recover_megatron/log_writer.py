@@ -31,20 +31,20 @@ log = get_logger(__name__)
 
 RETRY_SECONDS = 2.0
 STALL_SECONDS = 10.0
-"""A job that takes so long is logged: otherwise it would stay unnoticed while the queue has room."""
+"""Seconds after which an unfinished job is logged; otherwise it would stay unnoticed while the queue has room."""
 LOOK_SECONDS = 10.0
-"""Interval between two checks of an idle file with a ``head``."""
+"""Seconds between two checks of an idle file that has a ``head``."""
 QUIET_SECONDS = 60.0
-"""Minimum time between two warnings about a disk that fails and recovers repeatedly."""
+"""Minimum seconds between two warnings about a disk that fails and recovers repeatedly."""
 PATIENCE_SECONDS = 0.1
-"""Longest wait of ``settle``, which does not wait at all while the thread is behind."""
+"""Longest wait of ``settle``, in seconds."""
 FLUSH_SECONDS = 3.0
 MOST_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Say = Callable[[str], None]
 Job = Callable[[], object]
-"""Callable that may be called several times: again after an OSError."""
+"""Callable that writes; it is called again after an OSError."""
 
 
 class BackgroundWriter:
@@ -63,7 +63,7 @@ class BackgroundWriter:
         self._done = 0
         self._failures = 0
         self._hurry = False
-        """True if a caller waits: retry at once."""
+        """True if a caller waits, so that a failed job must be retried at once."""
         self._dropped = 0
         self._reported_at = -QUIET_SECONDS
         self._reported = False
@@ -98,7 +98,7 @@ class BackgroundWriter:
         return taken
 
     def settle(self) -> None:
-        """Wait until all jobs are done, at most ``PATIENCE_SECONDS``; do not wait while the thread is behind."""
+        """Wait at most ``PATIENCE_SECONDS`` until all jobs are done; after a timeout, do not wait while any is left."""
         if not self._behind:
             self._behind = not self._wait(PATIENCE_SECONDS, in_all=PATIENCE_SECONDS)
 
@@ -145,7 +145,7 @@ class BackgroundWriter:
             return not self._jobs
 
     def _run_thread(self) -> None:
-        """Start the thread if it does not run; if none can be started, the next job tries again."""
+        """Start the thread if it does not run; if no thread can be started, the next job tries again."""
         if self._thread is None:
             self._since = time.monotonic()
             thread = threading.Thread(target=self._run, name=f"recover-write-{self._what}", daemon=True)
@@ -173,7 +173,7 @@ class BackgroundWriter:
                 self._succeeded()
 
     def _failed(self, error: OSError) -> bool:
-        """Wait until it is time for the next attempt; return False if there will be none."""
+        """Wait until the next attempt is due; if the writer is closed, drop all jobs and return False."""
         with self._changed:
             self._failures += 1
             self._hurry = False
@@ -234,13 +234,13 @@ def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
 class LogWriter(BackgroundWriter):
     """Background writer that appends lines to one file, which it opens with the first line.
 
-    ``opening`` returns the descriptor, in the thread, and is called again when the file must be reopened (its folder
-    was removed, a log rotation has moved it, the server has forgotten it).  ``gap(n)`` is written in place of n dropped
-    lines.
+    ``opening`` opens the file in the thread and returns the descriptor; it is called again when the file must be
+    reopened (its folder was removed, a log rotation has moved it, the file server has lost it).  ``gap(n)`` is written
+    in place of n dropped lines.
     """
 
     head = b""
-    """Lines that readers need: written again, soon, into a file that was truncated or created again."""
+    """Lines that readers need in every file: soon written again if the file was truncated or created again."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class LogWriter(BackgroundWriter):
         self.submit(lambda: self._add(b"", 0, None), 0)
 
     def put(self, line: bytes, wanted: Callable[[], bool] | None = None) -> None:
-        """Append ``line``, with its end, as soon as the disk accepts it: before ``settle`` returns if the disk is well.
+        """Append ``line``, which ends in a line end, as soon as the disk accepts it; ``settle`` waits for that.
 
         ``wanted`` is called in the thread, when the file is open; the line is written only if it returns True.
         """
@@ -293,7 +293,7 @@ class LogWriter(BackgroundWriter):
     def _add(self, line: bytes, written: int, wanted: Callable[[], bool] | None) -> int:
         """Write ``line``, of which ``written`` bytes are in the file already; runs in the thread.
 
-        Returns the number of bytes in the file now, fewer than all if the disk is full; OSError if none was added.
+        Returns how many bytes of the line are in the file now: not all if the disk is full.  OSError if none was added.
         """
         try:
             if self._descriptor is not None and self._is_elsewhere(self._descriptor):
@@ -316,9 +316,9 @@ class LogWriter(BackgroundWriter):
             raise
 
     def _is_elsewhere(self, descriptor: int) -> bool:
-        """Return whether the open file is no longer the one at its path, because it was removed or moved.
+        """Return whether the open file is no longer at its path, because it was removed or moved.
 
-        After ``close`` a moved file still gets the remaining lines: the new file may belong to another writer.
+        After ``close``, False for a moved file, which gets the last lines: a new file may belong to another writer.
         """
         info = os.fstat(descriptor)
         try:
@@ -332,7 +332,7 @@ class LogWriter(BackgroundWriter):
 
 
 def flush_all(files: Iterable[BackgroundWriter], seconds: float = FLUSH_SECONDS) -> None:
-    """Flush all files; if one gives up, the others, perhaps on the same disk, get only ``PATIENCE_SECONDS``."""
+    """Flush all files; after a failure, flush later files, perhaps on the same disk, for only ``PATIENCE_SECONDS``."""
     for file in files:
         if not file.flush(seconds):
             seconds = PATIENCE_SECONDS

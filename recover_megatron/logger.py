@@ -4,9 +4,9 @@
     log.info("worker 3 waits for a place")      recover: worker 3 waits for a place
     log.warning("the disk is full")             recover: warning: the disk is full
 
-Messages of several threads of a process never share a line, and none is kept in a buffer: the process may end by
-``os._exit`` or a signal right after.  If stderr cannot be written, messages are lost and the run continues.  The
-package's logger passes nothing on to the root logger, whose level and handlers are Megatron's.
+Messages of several threads of a process never share a line.  No message stays in a buffer, because the process may end
+by ``os._exit`` or a signal right after it.  If stderr cannot be written, messages are lost and the run continues.  The
+package's logger does not propagate to the root logger, whose level and handlers Megatron sets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PREFIX = "recover: "
 class LineFormat:
     """Format of the lines of one process of a launch, on the console and in its log.
 
-    plain   console: behind ``[id]``; log: unchanged
+    plain   console: after the prefix ``[id]``; log: unchanged
     iso     2026-01-31T12:00:00.123Z node-0 worker 3: text, in both
     json    {"time": ..., "node": ..., "worker": 3, "stream": "stderr", "text": ...}, in both
 
@@ -45,7 +45,7 @@ class LineFormat:
         self._worker = worker
 
     def line(self, line: bytes, stream: str, now: float) -> bytes:
-        """Return ``line`` in this format; neither has a line end.  ``now``: unix seconds.
+        """Return ``line`` in this format; both texts have no line end.  ``now``: unix seconds.
 
         With iso, each line of a message of several lines has its time; with json, the message is one object.
         """
@@ -76,7 +76,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class Prefixed(logging.Formatter):
-    """Formatter that adds the logger's prefix and, from WARNING on, the level; ``LINES_VARIABLE`` names the form."""
+    """Formatter that adds the logger's prefix and, from WARNING on, the level; ``LINES_VARIABLE`` sets the form."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of ``record``, without a line end."""
@@ -116,10 +116,10 @@ def write_stderr(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         try:
             descriptor = sys.stderr.fileno()
-        except io.UnsupportedOperation:  # a stand-in without a descriptor
+        except io.UnsupportedOperation:  # stderr was replaced by an object without a descriptor
             sys.stderr.write(data.decode())
             sys.stderr.flush()
             return
-        # Past Python's buffer: it would keep what it cannot write, and the interpreter would exit with 120.
+        # Bypass Python's buffer: it would keep data that it cannot write, and the interpreter would exit with 120.
         while data:
             data = data[os.write(descriptor, data) :]

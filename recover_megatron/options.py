@@ -3,7 +3,7 @@
     class Config:                                    add_options      adds the flags to an argparse parser or group
         spares: int = option(0, "...", metavar="N")  checked          lists all values that cannot be used
 
-The flag of a field is its name with dashes (prefix ``recover``: ``--recover-spares``), unless ``name`` is set.
+A field's flag is the field's name with dashes (prefix ``recover``: ``--recover-spares``), unless ``name`` is set.
 ``scripts/reference.py`` makes the tables in the docs.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 Check = Callable[[Any], Any]
-"""Function that raises ValueError with what to give instead; it returns the parsed value if the flag is ``as_text``."""
+"""Function that raises ValueError for a bad value, with what to give instead; with ``as_text`` it returns the value."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Flag:
 
 
 def flags_of(config: type[Dataclass], prefix: str = "") -> Iterator[Flag]:
-    """Yield the flags of a dataclass, in the order of its fields.  ``prefix``: the beginning of their names."""
+    """Yield the flags of a dataclass, in the order of its fields.  ``prefix``: the beginning of the flags' names."""
     for field in dataclasses.fields(config):
         about = field.metadata.get("option")
         if about is not None:

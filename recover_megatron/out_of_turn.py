@@ -1,15 +1,15 @@
-"""Stops operations over replicas that a worker's program calls out of turn: where no other worker takes part.
+"""Protection of a run from operations over replicas that one worker calls out of turn, when no other worker takes part.
 
 in a signal handler         the worker ends by that signal, as it does without the handler
 in another thread           the thread gets ``OutOfTurn``; the training continues
 
-A handler interrupts the main thread at an arbitrary place, so the other workers reach its operations by chance at most,
-in another place of the training.  Such an operation costs the worker that calls it, and never the run.
+A handler interrupts the main thread at an arbitrary place, so other workers could take part in the handler's operations
+only by chance, at another place of the training.  Such an operation costs the worker that calls it, and never the run.
 
-Threads that Python has not started are not checked: PyTorch's autograd calls hooks of the backward pass in some.
+Threads that Python has not started are not checked, because PyTorch's autograd calls backward hooks in such threads.
 
-The SIGCHLD handler that a DataLoader sets raises an error, even inside an optimizer's update: ``tell_readers`` delays
-the error until data is read.
+The SIGCHLD handler that a DataLoader sets may raise an error anywhere, even inside an optimizer's update, so
+``tell_readers`` delays the error until data is read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OutOfTurn(InStepError):
 
 @dataclass(frozen=True)
 class Handler:
-    """Signal handler that notes for ``keep_in_turn`` that it runs."""
+    """Wrapper of a signal handler that records, for ``keep_in_turn``, while the handler runs."""
 
     handler: Callable[[int, Any], Any]
 
@@ -79,7 +79,7 @@ class _OfLoaders:
         try:
             self.handler(number, frame)
         except RuntimeError as error:
-            if not str(error).startswith(_OF_TORCH):  # raised by the program's handler: torch's calls it, or vice versa
+            if not str(error).startswith(_OF_TORCH):  # an error of the program's own handler
                 raise
             self.told(error)
 
@@ -87,12 +87,13 @@ class _OfLoaders:
 def tell_readers(told: Callable[[RuntimeError], None]) -> None:
     """Pass the errors of torch's SIGCHLD handler to ``told``, which raises them only while data is read.
 
-    If ``told`` drops an error, the loader raises it at its next read.  Torch sets its handler with the first loader
-    that has processes: call this again after a read.
+    If ``told`` drops an error, the loader raises it at its next read.  Torch sets its handler when the first loader
+    with processes starts, so call this function again after a read.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     of_torch = handler.handler if isinstance(handler, _OfLoaders) else handler
-    if callable(of_torch) and threading.current_thread() is threading.main_thread():  # only there handlers can be set
+    # Only the main thread can set handlers.
+    if callable(of_torch) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, _OfLoaders(of_torch, told))
 
 
@@ -105,7 +106,7 @@ def begin() -> None:
             signal=functools.wraps(set_handler)(lambda number, handler: _plain(set_handler(number, _watched(handler)))),
             getsignal=functools.wraps(handler_of)(lambda number: _plain(handler_of(number))),
         )
-        if threading.current_thread() is threading.main_thread():  # only there handlers can be set
+        if threading.current_thread() is threading.main_thread():  # only in this thread can handlers be set
             for number in signal.valid_signals():
                 if (handler := signal.getsignal(number)) is not _watched(handler):
                     signal.signal(number, handler)
@@ -113,9 +114,10 @@ def begin() -> None:
 
 
 def keep_in_turn(told: Callable[[], str], *, threads: bool) -> None:
-    """Return if other workers can take part in an operation that is called here; else stop its caller.
+    """Stop the caller of an operation over replicas in which no other worker can take part; else return.
 
-    ``told`` returns the name of the operation and of its caller.  ``threads``: refuse it in other threads, too.
+    In a signal handler, the process ends by the signal; in a thread other than the training thread, ``OutOfTurn`` is
+    raised if ``threads`` is set.  ``told`` returns the names of the operation and its caller.
     """
     thread = threading.current_thread()
     if _running and thread is threading.main_thread():
@@ -133,7 +135,7 @@ def _end_by(number: int, told: str) -> NoReturn:
         "does without the handler. For a checkpoint and an exit of all workers, train with --exit-signal-handler and "
         "send the signal to all workers"
     )
-    with suppress(Exception):  # the handler may run inside of a print, and the pipe may be closed
+    with suppress(Exception):  # the handler may interrupt a print, and the pipe may be closed
         sys.stdout.flush()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)

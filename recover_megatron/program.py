@@ -11,7 +11,7 @@ disk where they may have been edited since the launch.  Workers compare the modu
               the like); ``sitecustomize``; sources above ``LARGEST`` bytes
 
 A module is identified by its name, the script by its file name: the same program may be installed elsewhere on another
-host.  The text of a module is unknown after its import, so call ``describe`` at the start of the process.
+host.  A module's file may be edited after its import, so call ``describe`` at the start of the process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GENERATED = ("_version", "__version__", "version", "_build_info", "build_info", 
 INSTALLED = {"site-packages", "dist-packages"}
 LARGEST = 2 << 20
 MOST = 5000
-"""Most files that are described: so many fit into one message of a peer store."""
+"""Largest number of files that are described; so many fit into one message of a peer store."""
 VERSION = str(vars(sys.modules["recover_megatron"])["__version__"])
 """Version of this package, as it was loaded."""
 PACKAGE = "package "
@@ -44,7 +44,7 @@ FLAG = "code"
 
 
 def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return name -> digest of the source of each loaded module; ``PACKAGE`` and a name -> version.  Raises nothing."""
+    """Return module -> digest of its source, and ``PACKAGE`` + name of a package -> its version.  Raises nothing."""
     loaded = dict(sys.modules if modules is None else modules)
     # Without the build suffix: Megatron puts the git revision of the working directory there.
     versions = {}
@@ -93,14 +93,14 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
         with suppress(OSError, ValueError):
             if os.path.getsize(path) <= LARGEST:
                 text = Path(path).read_bytes()
-                if name == "__main__" and text.startswith(b"#!"):  # has the path of an environment if pip wrote it
+                if name == "__main__" and text.startswith(b"#!"):  # this line has an environment's path if pip wrote it
                     text = text.partition(b"\n")[2]
                 found[_name(name, path)] = hashlib.blake2b(text, digest_size=8).hexdigest()
     return found
 
 
 def _path(module: Any) -> str:
-    """Return the path of a module's source.  Reads only ``__dict__``: attribute access makes some modules import."""
+    """Return the path of a module's source.  Reads only ``__dict__``: attribute access makes some import others."""
     path = getattr(module, "__dict__", {}).get("__file__")
     return os.path.abspath(path) if isinstance(path, str) else ""
 

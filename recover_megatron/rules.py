@@ -21,7 +21,7 @@ class Rule:
 
 
 def is_set(*names: str) -> Condition:
-    """Return a condition: any of these attributes is set; one that this version of Megatron lacks counts as not set."""
+    """Return a condition: any of the attributes is set; an attribute that this Megatron lacks counts as not set."""
     return lambda args: any(getattr(args, name, None) for name in names)
 
 

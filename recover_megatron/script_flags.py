@@ -5,8 +5,8 @@ compared: by the launchers of several nodes before any of them starts a worker (
 workers at every rendezvous (`instep.meeting.planner`).
 
 Flags that may differ from worker to worker are left out: see ``OWN`` and ``--recover-may-differ``.  If a value contains
-a slash, only the part behind the last slash counts (data may lie elsewhere on another host).  Numbers are compared as
-numbers.
+a slash, only the part behind the last slash counts (another host may have the data in another folder).  Numbers are
+compared as numbers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ OWN = frozenset(
 )  # fmt: skip
 """Flags that concern one worker only, or that only the coordinator uses."""
 OWN_KINDS = ("--tensorboard-", "--wandb-", "--one-logger-", "--timing-log-")
-"""Beginnings of further such flags: which worker writes logs, and where."""
+"""Beginnings of further flags that may differ: they set which worker writes logs, and where."""
 MOST_NAMED = 10
 LONGEST = 60
-"""Characters of a value that a message shows."""
+"""Largest number of characters of a value that a message shows."""
 
 
 def flags_of(argv: Sequence[str], may_differ: Collection[str] = ()) -> dict[str, str]:
-    """Return flag -> its values, in one text, of all flags that must be alike; ``argv`` without the program's name.
+    """Return flag -> its values joined to one text, for all flags that must be the same on all workers.
 
-    ``may_differ``: flags to leave out, with or without their dashes.  Words before the first flag are the values of
-    ``""``.  A flag that is given more than once has all its values.
+    ``argv``: without the program's name.  ``may_differ``: flags to leave out, with or without their dashes.  Words
+    before the first flag are the values of ``""``.  A flag that is given more than once has all its values.
     """
     found: dict[str, list[str]] = {}
     flag = ""
@@ -57,12 +57,12 @@ def flags_of(argv: Sequence[str], may_differ: Collection[str] = ()) -> dict[str,
 
 
 def digest(flags: Mapping[str, str]) -> str:
-    """Return 16 hexadecimal digits, the same for the same flags."""
+    """Return a digest of ``flags``: 16 hexadecimal digits."""
     return _hash(json.dumps(flags, sort_keys=True))
 
 
 def codes(flags: Mapping[str, str]) -> dict[str, str]:
-    """Return flag -> digest of its values: safe to send where others may read it."""
+    """Return flag -> digest of its values, which may be sent where others can read it."""
     return {flag: _hash(f"{flag} {value}") for flag, value in flags.items()}
 
 

@@ -1,7 +1,8 @@
-"""Environment variables: our names, and variables of torch, gloo, NCCL and Python that would affect recovery.
+"""Environment variables of this package, and variables of torch, gloo, NCCL and Python that would affect recovery.
 
-``TABLE`` defines how a user's value of the latter is treated (docs/operations.md shows it).  The launcher applies it to
-the environment of its workers, and a worker with --recover applies it to its environment, in any launch.
+``TABLE`` defines what happens to a user's value of a variable of torch, gloo, NCCL or Python (docs/operations.md shows
+it).  The launcher applies the table to the environment of its workers, and a worker with --recover applies it to its
+own environment, whichever launcher started it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
 SECRET_VARIABLE = "RECOVER_SECRET"
 SECRET_FILE_VARIABLE = "RECOVER_SECRET_FILE"
 NODE_VARIABLE = "RECOVER_NODE_AGENT"
-"""Node agent name of the launcher of this worker's node; not set: there is no node agent."""
+"""Name of the node agent (launcher) of this worker's node; not set: there is no node agent."""
 NODE_NAME_VARIABLE = "RECOVER_NODE_NAME"
 """Name of this worker's node: workers with the same name are on the same host."""
 HOST_VARIABLE = "RECOVER_HOST"
@@ -29,32 +30,32 @@ JOIN_VARIABLE = "RECOVER_JOIN"
 SPARE_VARIABLE = "RECOVER_SPARE"
 """1: this newcomer was started with the run as a spare."""
 REPLACED_VARIABLE = "RECOVER_REPLACED"
-"""Set: lost workers may be replaced."""
+"""Set if lost workers may be replaced."""
 LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
-"""Mark of all processes that a launcher has started."""
+"""Mark that all processes started by a launcher have in their environment."""
 LINES_VARIABLE = "RECOVER_LOG_LINES"
 """Line format (``logger.LineFormat``) and node of a process that inherited its launcher's stderr."""
 DEATH_NOTICE_VARIABLE = "RECOVER_DEATH_NOTICE"
 """Name and path of the page that shows a worker's death to its launcher at once (``network/death_notice.py``)."""
 ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
-"""Number of earlier attempts to start, for the launcher itself."""
+"""Number of earlier attempts to start the run; only the launcher reads it."""
 WITHOUT_VARIABLE = "RECOVER_START_WITHOUT"
-"""Nodes that this attempt leaves out, for the launcher itself."""
+"""Nodes that this attempt to start leaves out; only the launcher reads it."""
 FIRST_START_VARIABLE = "RECOVER_FIRST_START"
-"""Set if the start was repeated: when the launcher started its first worker, in seconds since the epoch."""
+"""Unix time, in seconds, at which the launcher started its first worker; set only if the start was repeated."""
 NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
-"""Variable of torch; 0: its "nccl" is ProcessGroupNCCL; otherwise, from torch 2.15 on, ProcessGroupNCCL2."""
+"""Variable of torch; 0: the backend "nccl" is ProcessGroupNCCL; else, from torch 2.15 on, ProcessGroupNCCL2."""
 
 
 class Rule(Enum):
     """Treatment of a value in the environment of a run."""
 
     OVERRULED = "overruled"
-    """Replaced or removed, with a log line."""
+    """The value is replaced or removed, with a log line."""
     REFUSED = "refused"
-    """Refused: no worker is started."""
+    """The run is refused: no worker is started."""
     DEFAULT = "kept; else set"
-    """Kept; if there is no value, one is set."""
+    """A user's value is kept; if there is none, a value is set."""
     KEPT = "kept"
 
 
@@ -67,7 +68,7 @@ class Variable:
     why: str
     """Reason for the user: what recovery needs, or what the value would do."""
     value: str | None = None
-    """Value that is set; None: none, or (``DEFAULT``) it depends."""
+    """Value that is set; None: the variable is removed or, with ``DEFAULT``, the value depends on the run."""
     fine: tuple[str, ...] = ("", "0")
     """Values, in capitals, to which the rule does not apply."""
 
@@ -141,7 +142,7 @@ TABLE = (
     Variable(
         ("PYTHONINSPECT",),
         Rule.OVERRULED,
-        "Python would replace a worker's exit code, by which recovery knows how it ended",
+        "Python would replace a worker's exit code, by which recovery knows how the worker ended",
         fine=("",),
     ),
     Variable(

@@ -1,13 +1,13 @@
-"""Check that the seams of recover_megatron fit a Megatron.  Its sources are read, not imported.
+"""Check that recover_megatron can wrap the functions of a given Megatron, whose sources are read, not imported.
 
     python scripts/check_megatron.py CHECKOUT          # of Megatron-LM or Megatron-Bridge, or an unpacked wheel
     python scripts/check_megatron.py CHECKOUT --json   # the parameters, as tests/megatron_hooks/bridge_parameters.json
 
 Prints one line for every function that is wrapped or replaced: it fits; it fits, but its body differs from the
-installed Megatron (read the change); it does not fit.  Then it checks the names that the hooks read: of modules and
-classes in their place, of other objects anywhere in the sources.  Functions that the host device changes are listed,
-too: a fix that does not fit ends every run without a GPU.  Exit code 0: everything fits; 1: misfits are listed, with
-reasons.
+installed Megatron (read the change); it does not fit.  Functions that the host device changes are listed, too, because
+a fix that does not fit ends every run without a GPU.  Then the script checks the names that the hooks read: a name in a
+module or class must be in that module or class, a name of another object anywhere.  Exit code 0: everything fits; 1:
+misfits are listed, with reasons.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recover_megatron.megatron_hooks.loop.megatron_lm import SEAMS
 
 PACKAGE = Path(recover_megatron.__file__).parent
 Found = tuple[str, ast.AST]
-"""Module and node of a definition.  The node is empty for a module, and for a definition without sources here."""
+"""Module and node of a definition.  The node is an empty module for a module, and if the sources are missing."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -55,7 +55,7 @@ class Sources:
         """Return the definition of ``name``, which may have dots, in ``module``; None if there is none."""
         head, _, rest = name.partition(".")
         if (module, head) not in self._known:
-            self._known[module, head] = None  # during the search: modules import each other
+            self._known[module, head] = None  # ends the search if modules import each other
             self._known[module, head] = self._look(module, head)
         found = self._known[module, head]
         if found is None or not rest:
@@ -91,7 +91,7 @@ class Sources:
         return (module, own[0]) if own else next(iter(bases), None)
 
     def function(self, seam: Seam) -> ast.AST | None:
-        """Return the definition of a seam; another node if it is imported from other sources, None if there is none."""
+        """Return the definition of a seam; None if missing, an empty module if it is imported from other sources."""
         found = self.find(seam.module, seam.name)
         if found is None and seam.formerly:
             found = self.find(seam.module, f"{seam.formerly}.{seam.name.rpartition('.')[2]}")
@@ -105,13 +105,13 @@ class Sources:
         return "\n".join(map(ast.dump, [node.args, *node.body[ast.get_docstring(node) is not None :]]))
 
     def words(self) -> set[str]:
-        """Return all names in the code, and all flags as names."""
+        """Return all names in the code, and all flags, written as names with underscores."""
         texts = (path.read_text(encoding="utf-8") for path in sorted(self.root.glob("megatron/[ct]*/**/*.py")))
         return {word.lstrip("-").replace("-", "_") for text in texts for word in re.findall(r"--[a-z0-9-]+|\w+", text)}
 
 
 def _flat(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes that are executed with the module or class."""
+    """Yield all nodes inside a module or class, but not those inside its functions and classes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, Function | ast.ClassDef):
@@ -119,7 +119,7 @@ def _flat(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _defines(node: ast.AST) -> str:
-    """Return the name of a function or class, or of an assignment's target."""
+    """Return the name that ``node`` defines (a function, class or assignment's target); empty if it defines none."""
     if isinstance(node, Function | ast.ClassDef):
         return node.name
     is_set = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -138,7 +138,7 @@ def signatures(sources: Sources, wanted: Sequence[Seam]) -> dict[str, list[str] 
 
 
 def misfits(found: dict[str, list[str] | None], wanted: Sequence[Seam]) -> dict[str, str]:
-    """Return misfit -> reason.  A function from other sources is checked at the start of a run, when it is imported."""
+    """Return function that does not fit -> reason.  A function from other sources is only checked when a run starts."""
     reasons = {}
     for name, seam in ((f"{seam.module}.{seam.name}", seam) for seam in wanted):
         one = found[name]
@@ -172,7 +172,7 @@ def unfixable(found: dict[str, list[str] | None], wanted: dict[str, tuple[Seam, 
 def reads(tested: Sources) -> tuple[set[tuple[str, str]], set[str]]:
     """Return the names that the hooks read of Megatron: (module, name) if the module is known, else names alone.
 
-    Only names that ``tested`` has: the hooks also test for names that other versions may have.
+    Names that ``tested`` lacks are left out, because the hooks also probe for names of other versions.
     """
     exact, anywhere, ours = set(), set(), set()
     for file in sorted(PACKAGE.rglob("*.py")):

@@ -1,5 +1,5 @@
-"""Python part of gpu_checks.sh.  Every check has separate processes and a deadline: a check that hangs or crashes fills
-its row, and the others still run.  DIR/results.json contains the result of each."""
+"""Python part of gpu_checks.sh.  Every check has separate processes and a deadline, so that the other checks still
+run if a check hangs or crashes.  DIR/results.json contains the result of each check."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("checkpoints, 1 killed in one", partial(deaths, "saved", SAVED, "1@4:checkpoint", (1,), 3, 4)),
     ("a large model, a rejoin", large),
 ]
-"""Checks, the most informative ones first."""
+"""(Name, function) of each check, the most informative checks first."""
 
 
 def run(check: Callable[[Place], str], place: Place) -> tuple[str, str]:
-    """Run one check; return (result, number)."""
+    """Run one check; return the result and the measured numbers, both texts for the table."""
     if time.monotonic() > place.deadline - 10:
         return "FAILED: no time was left for this check (--keep DIR --resume runs it)", ""
     try:

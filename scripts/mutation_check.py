@@ -1,4 +1,4 @@
-"""Check that tests fail when the protocol has a bug: apply deliberate bugs, each of which named tests must catch.
+"""Check that tests fail when the protocol has a bug: apply deliberate bugs, and run the tests that must catch them.
 
     python scripts/mutation_check.py                       # all of them: minutes, since some train with real deaths
     python scripts/mutation_check.py --only NAME --only NAME
@@ -7,14 +7,15 @@
 A mutation is an entry of tests/mutations/mutations.toml: a short text of the product, its replacement, and tests, at
 least one of which must fail with it.  It is applied to a copy of the working tree (tracked files, and untracked ones
 that git does not ignore), never to the tree itself.  First all named tests run in an unchanged copy: a test that fails
-anyway proves nothing.  The verdicts go into docs/data/mutations.json, in place of those of the same mutations that it
-contains; scripts/reference.py makes a page of it.
+anyway proves nothing.  The verdicts are written to docs/data/mutations.json, where they replace older verdicts on the
+same mutations; scripts/reference.py makes a page of that file.
 
     caught      a named test failed
     survived    all named tests passed: no test checks this promise
-    no verdict  pytest could not run them (a test was renamed, a module does not load), or they did not end in time
+    no verdict  pytest could not run the tests (renamed test, module that does not load), or they did not end in time
 
-Exit status: 0 if all are caught, 1 if not, 2 if the list does not fit the tree, or a test fails without any mutation.
+Exit status: 0 if all mutations are caught, 1 if not, 2 if the list does not fit the tree, or a test fails without a
+mutation.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LIST = Path("tests/mutations/mutations.toml")
 VERDICTS = Path("docs/data/mutations.json")
 PRODUCT = "recover_megatron"
 ALL = {"RECOVER_TESTS": "all", "RECOVER_MATRIX": "all"}
-"""Variables that run the long families of tests completely; without them the tests that CI draws (tests/drawn.py)."""
+"""Environment variables that run all tests of long families, not only the tests that CI draws (tests/drawn.py)."""
 _running: set[subprocess.Popen[bytes]] = set()
 _stopped = Event()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -63,7 +64,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """Deliberate bug.  ``tests``: node ids of pytest; one of them must fail.
+    """Deliberate bug.  ``tests``: node ids of pytest; at least one of these tests must fail.
 
     ``of_all``: CI leaves these tests out; they run as in ``scripts/test.sh --all``.
     """
@@ -146,7 +147,7 @@ def _functions(path: Path) -> set[str]:
 
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """Copy tracked files, and new ones that are not ignored, into a temporary tree inside this context."""
+    """Yield a temporary copy of the tree at ``root``: tracked files, and new files that git does not ignore."""
     command = ["git", "-C", root, "ls-files", "-coz", "--exclude-standard"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
@@ -187,7 +188,7 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = Fa
         _running.add(process)
         code: int | None = None
         try:
-            if not _stopped.is_set():  # else it was started while the others were being stopped
+            if not _stopped.is_set():  # else this process started while Ctrl-C stopped the others
                 code = process.wait(limit)
         except subprocess.TimeoutExpired:
             pass
@@ -219,7 +220,7 @@ def say(text: str) -> None:
 
 
 def record(root: Path, verdicts: Sequence[Verdict], jobs: int) -> None:
-    """Put the verdicts into the file, and drop those of mutations that the list has no more."""
+    """Write the verdicts to ``VERDICTS``, and drop verdicts on mutations that the list no longer has."""
     path = root / VERDICTS
     found = {one["id"]: one for one in (json.loads(path.read_text()) if path.is_file() else ())}
     for its in verdicts:

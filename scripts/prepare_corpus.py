@@ -54,13 +54,14 @@ _GENERATED = ("_sysconfigdata", "python-config")
 
 
 class CorpusError(Exception):
-    """An input cannot be used; the message is for the user."""
+    """Error for an input that cannot be used; the message is for the user."""
 
 
 def cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float:
-    """Return the nats per token of a text with ``counts`` under the distribution of ``model_counts``.
+    """Return the cross entropy, in nats per token, of a text under a model that knows only frequencies of tokens.
 
-    One is added to every model count, so that a byte which the model never saw has a finite cost.
+    ``counts``: of each token in the text; ``model_counts``: of each token in the model's text.  Each model count is
+    increased by one, so that a byte which the model never saw has a finite cost.
     """
     q = (model_counts + 1) / (model_counts.sum() + len(model_counts))
     return float(-(counts / counts.sum() * np.log(q)).sum())
@@ -78,7 +79,7 @@ def megatron_flags(out: Path) -> list[str]:
 
 
 def _fingerprint(sources: Iterable[Path], args: argparse.Namespace) -> str:
-    """Return a hash that changes with the corpus: of path, size and modification time of the files, and of options."""
+    """Return a hash that changes with the corpus: of the files' paths, sizes and times, and of the options."""
     inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     options = (FORMAT, args.json_key, args.max_mib, args.valid_percent, str(args.out.resolve()))
     return hashlib.sha256(json.dumps([inputs, options]).encode()).hexdigest()
@@ -95,7 +96,7 @@ def load_if_complete(out: Path, fingerprint: str | None = None) -> dict[str, Any
 
 def _write_splits(documents: Iterable[tuple[bytes, bool]], folder: Path) -> dict[str, np.ndarray]:
     """Write both splits into ``folder`` with Megatron's own writer; return the token counts of each."""
-    with warnings.catch_warnings():  # about missing GPU kernels, which are not needed to write a file
+    with warnings.catch_warnings():  # these warnings name missing GPU kernels, which no writer needs
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         import torch
@@ -145,7 +146,7 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         for split_name, found in counts.items():
             documents_in, tokens = int(found[END_OF_DOCUMENT]), int(found.sum())
             corpus[split_name] = {"documents": documents_in, "bytes": tokens - documents_in, "tokens": tokens}
-        (out / "corpus.json").unlink(missing_ok=True)  # incomplete from here on, until the new one exists
+        (out / "corpus.json").unlink(missing_ok=True)  # from here the corpus is incomplete, until the new file exists
         for split_name in SPLITS:
             # Megatron caches its sample indices here, by the path of the data, not by its content.
             shutil.rmtree(out / f"{split_name}_document", ignore_errors=True)
@@ -162,7 +163,7 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 def python_library() -> list[Path]:
     """Return the modules of the running interpreter's standard library, sorted by path.
 
-    Raises CorpusError if the library does not exist as files (a zipped or frozen one).
+    Raises CorpusError if the library does not exist as files, because it is zipped or frozen.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = sorted(
@@ -178,9 +179,9 @@ def python_library() -> list[Path]:
 def files_of(inputs: Sequence[Path]) -> list[Path]:
     """Return the files that ``inputs`` name, in their order, sorted by path inside a folder.
 
-    In folders, hidden files are skipped, and binary ones, whose number is printed on stderr; symbolic links to folders
-    are not followed.  Raises CorpusError for a path that does not exist, for a binary file that is named itself, and if
-    no file is left.
+    In folders, hidden files and binary files are skipped (stderr gets the number of binary files), and symbolic links
+    to folders are not followed.  Raises CorpusError for a path that does not exist, for a binary file in ``inputs``,
+    and if no file is left.
     """
     sources: list[Path] = []
     binary: list[Path] = []
@@ -246,7 +247,7 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
 
 
 def at_most(documents: Iterable[bytes], mib: float | None) -> Iterator[bytes]:
-    """Yield as many complete documents as fit into ``mib``; if the first one is larger, its start."""
+    """Yield complete documents until ``mib`` (None: no limit) is full; of a larger first document, yield the start."""
     total, limit = 0, None if mib is None else int(mib * 2**20)
     for document in documents:
         if limit is not None and total + len(document) > limit:
@@ -258,10 +259,10 @@ def at_most(documents: Iterable[bytes], mib: float | None) -> Iterator[bytes]:
 
 
 def split(documents: Iterable[bytes], valid_percent: float) -> Iterator[tuple[bytes, bool]]:
-    """Yield each document with a flag: True for validation text.  Raises CorpusError if there are none.
+    """Yield each document with a flag: True for validation text.  Raises CorpusError without text.
 
-    Complete documents are chosen by their number alone, so that the split is reproducible on every machine.  The first
-    one is always training text and the second one validation text: neither split is ever empty.  A single document is
+    A document's number alone decides its split, so that the split is the same on every machine.  The first document is
+    always training text and the second always validation text, so neither split is empty.  A single document is
     cut in two at the end of a line.
     """
     numbered = enumerate(documents)
@@ -282,7 +283,7 @@ def split(documents: Iterable[bytes], valid_percent: float) -> Iterator[tuple[by
 
 
 def _line_end(document: bytes, near: int) -> int:
-    """Return the cut of ``document`` into two non-empty parts: after the last newline before ``near``, if any."""
+    """Return where to cut ``document`` into two non-empty parts: after a newline before ``near``, else at ``near``."""
     if len(document) < 2:
         raise CorpusError("a single document of one byte cannot be split into training and validation text")
     cut = document.rfind(b"\n", 0, near) + 1

@@ -37,7 +37,7 @@ LEAST_MICROBATCHES = 8
 POLL_SECONDS = 0.3
 TAIL_LINES = 25
 VICTIM = 1
-"""Worker that is killed."""
+"""Id of the worker that is killed."""
 ROUNDING = 1e-4
 """Relative difference of the grad norm in the iteration of the death, above which the order of additions cannot be the
 reason: one of 8 microbatches is an eighth of the gradient."""
@@ -60,11 +60,11 @@ WITHOUT_KERNELS = shlex.split(
 
 
 class Stop(Exception):
-    """The quickstart cannot continue; the message is for the user."""
+    """Error that ends the quickstart; the message is for the user."""
 
 
 def microbatches(workers: int) -> int:
-    """Return the microbatches of an iteration: equally many per worker, and enough to be redistributed."""
+    """Return the number of microbatches of an iteration: equal shares for all workers, and enough to redistribute."""
     return -(-LEAST_MICROBATCHES // workers) * workers
 
 
@@ -131,20 +131,20 @@ def checkpointed(run: Path) -> int:
 
 
 def new_steps(lines: Lines, after: int) -> list[StepRecord]:
-    """Return the new steps after iteration ``after``: a resumed run may rewrite the file with its earlier steps."""
+    """Return the new steps, only after iteration ``after``, because a resumed run may write earlier steps again."""
     steps = [StepRecord.from_fields(fields) for fields in lines.new()[1]]
     return [step for step in steps if step.iteration > after]
 
 
 def train(command: Sequence[str], run: Path, progress: Progress) -> int:
-    """Run the training to its end and print progress; return its exit status.  Stops it if this process is stopped."""
+    """Run the training to its end and print progress; return its exit status.  If this process is stopped, stop it."""
     steps, events, resumed = Lines(run / "steps.jsonl"), Lines(run / EVENTS_FILE), checkpointed(run)
     for lines in (steps, events):
         lines.new()  # skip lines of an earlier run
     workers = int(command[command.index("--nproc-per-node") + 1])
     environment = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers)), **os.environ}
     with (run / "console.log").open("ab") as console:
-        process = subprocess.Popen(  # a separate session: only this process stops it, not the terminal, too
+        process = subprocess.Popen(  # own session: only this process, not the terminal, stops it
             command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
             start_new_session=True,
         )  # fmt: skip
@@ -194,7 +194,7 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
 
 
 def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows: int = 25) -> int:
-    """Train, and write the files that the report needs to ``run``; return the exit status."""
+    """Train, and write to ``run`` the files that the report needs; return the exit status."""
     settings = settings_of(command)
     run.mkdir(exist_ok=True)
     (run / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
@@ -213,17 +213,17 @@ def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows
 
 
 def compare_runs(run: Path, reference: Path, fault: int) -> list[str]:
-    """Compare the run with the death to the run without; return the lines to print.
+    """Compare the run with the death to ``reference``, the run without a death; return the lines to print.
 
-    Raises Stop if no worker died, if the other workers did not finish that step, or if more changed than the order of
-    additions.
+    Raises Stop if ``VICTIM`` was not killed, if the other workers did not finish the step of iteration ``fault``, or if
+    more changed than the order of additions.
     """
     steps = {step.iteration: step for step in read_run(run).steps}
     ends = {worker["worker_id"]: worker for worker in json.loads((run / "workers.json").read_bytes())}
     if ends[VICTIM]["signal"] != signal.SIGKILL:
         raise Stop(f"worker {VICTIM} was not killed in iteration {fault} as planned: {ends[VICTIM]['state']}")
     if fault not in steps or not steps[fault].replicas < steps[min(steps)].replicas:
-        raise Stop(f"worker {VICTIM} was killed in iteration {fault}, but fewer replicas did not finish that step")
+        raise Stop(f"worker {VICTIM} was killed in iteration {fault}, but the other workers did not finish that step")
     both = compare(list(steps.values()), read_run(reference).steps)
     losses = {difference.iteration: difference.relative for difference in both.losses}
     norms = {difference.iteration: difference.relative for difference in both.grad_norms}
@@ -302,8 +302,8 @@ def main(argv: Sequence[str]) -> int:
     args = options.parse_args(argv)
     if args.iters < 1 or args.workers < 1:
         options.error("--iters and --workers must be 1 or more")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # they stop the training as Ctrl-C does
-        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+    for number in (signal.SIGTERM, signal.SIGHUP):  # these signals stop the training as Ctrl-C does
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return quickstart(args)

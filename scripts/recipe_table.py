@@ -26,7 +26,7 @@ from recover_megatron.arguments import RecoverConfig, add_recover_arguments  # n
 
 FOLDER = ROOT / "scripts" / "recipes"
 WORLD = 16
-"""Workers of a run, which no configuration says: enough for Megatron-FSDP to have two shard groups of experts, too."""
+"""Assumed number of workers, which no configuration names: enough for two shard groups of experts in Megatron-FSDP."""
 KINDS = {
     "release": "release tests: GPT, Mixtral, DeepSeek-V3 (proxy), Nemotron",
     "tests": "functional tests: GPT, experts, hybrid",
@@ -61,7 +61,7 @@ class Recipe:
 
     name: str
     flags: tuple[tuple[str, ...], ...]
-    """Each with its values."""
+    """Flags, each as a tuple of the flag and its values."""
 
     @property
     def kind(self) -> str:
@@ -70,7 +70,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``reasons``: what is refused, also with --recover-untested; else without it; else what is switched off."""
+    """Verdict on a recipe.  ``reasons``: flags that are refused or, if none are, flags that are switched off.
+
+    If flags are refused even with --recover-untested, ``reasons`` has only these.
+    """
 
     recipe: Recipe
     answer: Answer
@@ -80,7 +83,7 @@ class Verdict:
 
 
 def recipes() -> Iterator[Recipe]:
-    """All that are in the repository."""
+    """Yield all recipes in ``FOLDER``."""
     for path in sorted(FOLDER.glob("*.tsv")):
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
@@ -89,7 +92,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def verdicts() -> list[Verdict]:
-    """Return the verdict on each, in order.  Imports Megatron."""
+    """Return the verdict on each recipe, in order.  Imports Megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
     from recover_megatron.megatron_hooks.entry.refused import adjust, cannot_recover, cannot_shard
@@ -125,7 +128,7 @@ def verdicts() -> list[Verdict]:
 
 
 def _flag(message: str) -> str:
-    """The flag that a refusal names, with what it is refused without."""
+    """Return the flag that the refusal ``message`` is about, without the words around it."""
     words = message.split(": ")[0].removeprefix("--recover ")
     words = words.removeprefix("with --use-distributed-optimizer ").removeprefix("with --use-megatron-fsdp ")
     for before in ("cannot be combined with ", "takes ", "needs "):

@@ -147,7 +147,7 @@ def exit_codes() -> str:
 
 
 def refusals(rules: Iterable[Rule]) -> str:
-    """Return a list of the rules' reasons; an argument that one of them names is shown as ``VALUE``."""
+    """Return a list of the rules' reasons; the value of an argument in a reason is shown as ``VALUE``."""
     return "\n".join(f"* {prose(re.sub(r'{args[.]\w+}', 'VALUE', rule.reason))}" for rule in rules)
 
 
@@ -232,7 +232,7 @@ def host_device() -> str:
 
 
 def pages() -> dict[str, Callable[[], str]]:
-    """Return the pages by their file names, each as a function that makes its text."""
+    """Return file name of a page -> function that makes the page's text."""
     made: dict[str, Callable[[], str]] = {
         "command_line.md": command_line,
         "variables.md": environment_variables,
@@ -252,7 +252,7 @@ def pages() -> dict[str, Callable[[], str]]:
 
 
 def index(texts: Mapping[str, str]) -> str:
-    """Return the page that lists the others, given by name."""
+    """Return the page that lists all other pages; ``texts``: file name -> text of a page."""
     toctree = "\n".join(sorted(name.removesuffix(".md") for name in texts))
     titles = {name: text.partition("\n")[0].removeprefix("# ") for name, text in texts.items()}
     return page(
@@ -264,7 +264,7 @@ def index(texts: Mapping[str, str]) -> str:
 
 
 def outdated() -> dict[Path, str]:
-    """Return the pages whose files differ from what is made now, with their new texts."""
+    """Return file -> new text, for each page whose file differs from the text that is made now."""
     texts = {FOLDER / name: make() for name, make in pages().items()}
     texts[FOLDER / "index.md"] = index({path.name: text for path, text in texts.items()})
     return {

@@ -4,7 +4,7 @@
 
 The revisions are HEAD~1 and HEAD by default; exit status 1: code differs.
 
-A file is compared with the one that git takes it to be renamed from.  Their syntax trees without imports and docstrings
+A renamed file is compared with the file that git takes for its origin.  The syntax trees without imports and docstrings
 must be equal.  Strings and identifiers that differ are printed, for the reader to check.  In an f-string the literal
 parts and the order of the values may differ, but not the set of values.
 """
@@ -27,7 +27,7 @@ def git(*arguments: str) -> str:
 
 
 def changed(before: str, after: str) -> Iterator[tuple[str, str]]:
-    """The Python files that a revision changed, by the names that they had and have; an empty name: it had none."""
+    """Yield (old name, new name) of each Python file that differs; a name is empty if that revision lacks the file."""
     for line in git("diff", "--name-status", "-M40%", before, after).splitlines():
         status, *paths = line.split("\t")
         if paths[-1].endswith(".py"):
@@ -35,7 +35,7 @@ def changed(before: str, after: str) -> Iterator[tuple[str, str]]:
 
 
 class Bare(ast.NodeTransformer):
-    """Takes imports and docstrings out of a tree, and collects its other strings, which become empty."""
+    """Visitor that removes imports and docstrings from a tree, and collects all other strings and makes them empty."""
 
     def __init__(self, *, names: bool) -> None:
         self.strings: list[str] = []
@@ -74,7 +74,7 @@ class Bare(ast.NodeTransformer):
 
 
 def bare(revision: str, path: str, *, names: bool) -> tuple[str, list[str], list[str]]:
-    """The syntax tree of a file as text, and its strings and identifiers."""
+    """Return the syntax tree of a file as text, and the file's strings and identifiers."""
     visitor = Bare(names=names)
     tree = visitor.visit(ast.parse(git("show", f"{revision}:{path}"))) if path else ast.Module([], [])
     return ast.dump(tree), visitor.strings, visitor.names

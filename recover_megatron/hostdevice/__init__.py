@@ -1,7 +1,8 @@
 """Run Megatron-LM's own training loop on a machine without a GPU (docs/hostdevice.md).
 
-``wanted(device)`` decides, ``activate()`` activates: ``torch.cuda`` then describes one simulated device whose memory is
-ordinary host memory.  Importing this package changes nothing and imports neither torch nor Megatron.
+``wanted(device)`` decides whether a run uses the host device.  After ``activate()``, ``torch.cuda`` describes one
+simulated device whose memory is ordinary host memory.  Importing this package changes nothing and imports neither torch
+nor Megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = get_logger(__name__)
 _active = False
 
 DEADLINE_S = 60.0
-"""Time limit for the driver's answer; initializing a node's eight GPUs takes some seconds at most."""
+"""Seconds to wait for the driver's answer; initializing a node's eight GPUs takes some seconds at most."""
 
 # Prints one line: "none" (no driver, or a driver without a device), "devices N", or "broken TEXT".
 _PROBE = """
@@ -47,19 +48,19 @@ else:
 
 
 class HostDeviceError(RuntimeError):
-    """The host device cannot be chosen or activated; the message gives the reason and the remedy."""
+    """Error if the host device cannot be chosen or activated; the message gives the reason and the remedy."""
 
 
 class CudaBroken(RuntimeError):
-    """A CUDA driver is installed but does not work."""
+    """Error if a CUDA driver is installed but does not work."""
 
 
 def wanted(device: str) -> bool:
     """Return whether a run with ``--recover-device device`` must use the host device.
 
-    "cpu": True.  "cuda": False.  "auto": True if there is no CUDA device that torch can use.  Initializes nothing: the
-    process can fork afterwards.  Raises ``HostDeviceError`` for "cuda" without such a device, and for "auto" and "cuda"
-    if a CUDA driver is installed but fails (a worker that silently continued without its GPU would delay the others).
+    "cpu": True.  "cuda": False.  "auto": True if there is no CUDA device that torch can use.  Initializes no driver, so
+    this process can still fork.  Raises ``HostDeviceError`` for "cuda" without such a device, and for "auto" and "cuda"
+    if a CUDA driver is installed but fails (a worker that silently continued without a GPU would delay the run).
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"device must be auto, cuda or cpu, not {device!r}")
@@ -87,8 +88,8 @@ def driver_device_count() -> int:
     """Return the number of devices that the CUDA driver offers to this process; 0 if there is no driver.
 
     A child process queries the driver, so that this process can still fork: ``torch.cuda.is_available()`` may
-    initialize the driver.  The child calls the driver directly: so ``CUDA_VISIBLE_DEVICES`` has CUDA's meaning, and a
-    broken driver is distinguished from no driver.  Raises ``CudaBroken`` if a driver is installed and fails.
+    initialize the driver.  The child calls the driver directly, so that ``CUDA_VISIBLE_DEVICES`` has CUDA's meaning
+    and a broken driver is distinguished from no driver.  Raises ``CudaBroken`` if a driver is installed and fails.
     """
     try:
         done = subprocess.run(
@@ -121,16 +122,16 @@ def usable_device_count() -> int:
 
 
 def is_active() -> bool:
-    """Return whether ``activate`` has run in this process (or in the one it was forked from)."""
+    """Return whether ``activate`` has run in this process (or in the process from which it was forked)."""
     return _active
 
 
 def activate(within: str | None = None) -> None:
     """Make torch and Megatron of this process run on the host.  Idempotent; it cannot be undone.
 
-    Must run before any Megatron module is imported, since Megatron keeps references to the replaced functions:
-    ``HostDeviceError`` otherwise.  ``within``: the Megatron module whose first lines call this (a patched Megatron);
-    its importers keep no references yet.  Logs one line in the process of rank 0 or without a rank.
+    Raises ``HostDeviceError`` if a Megatron module was imported before, because Megatron keeps references to functions
+    that are replaced.  ``within``: the package of Megatron whose first lines call this function (a patched Megatron);
+    then only the modules of that package are checked.  Logs one line if the process has rank 0 or no rank.
     """
     global _active
     if _active:

@@ -1,4 +1,4 @@
-"""``python -m recover_megatron.hostdevice [-m] SCRIPT [ARGUMENTS...]``: a stock Megatron script without a GPU."""
+"""``python -m recover_megatron.hostdevice [-m] SCRIPT [ARGUMENTS...]``: run a stock Megatron script without a GPU."""
 
 import sys
 

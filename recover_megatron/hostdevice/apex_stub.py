@@ -23,10 +23,10 @@ from recover_megatron.hostdevice import ssm
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with the interface of apex and of Transformer Engine: the step count belongs to the group.
 
-    As Transformer Engine's it can keep the moments in bfloat16 (``exp_avg_dtype``, ``exp_avg_sq_dtype``; None: as the
-    parameter), main parameters of bfloat16 parameters (``master_weights``), complete or as the 16 bits that the
-    parameter lacks (``store_param_remainders``), and read gradients of any dtype from ``decoupled_grad``.  It computes
-    in float32.
+    Like Transformer Engine's, this optimizer can keep the moments in bfloat16 (``exp_avg_dtype``,
+    ``exp_avg_sq_dtype``; None: the parameter's dtype); it can keep main parameters of bfloat16 parameters
+    (``master_weights``), complete or as the 16 bits that the parameter lacks (``store_param_remainders``); and it can
+    read gradients of any dtype from ``decoupled_grad``.  It computes in float32.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FusedAdam(torch.optim.Optimizer):
         (state[state_name] if state_name in state else self._allot(param, state_name)).copy_(unscaled_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with moments in float32; a moment with the parameter's dtype keeps that."""
+        """Return the state; tensors in bfloat16 are converted to float32, other tensors keep their dtype."""
         found = super().state_dict()
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in found["param_groups"] for number in group["params"]]
@@ -103,7 +103,7 @@ class FusedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if None in self.name_to_dtype_map.values():
-            return  # torch has loaded them in the parameter's dtype
+            return  # torch has loaded the state in the parameter's dtype
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, p in zip(numbers, every, strict=True):
@@ -119,7 +119,7 @@ class FusedAdam(torch.optim.Optimizer):
         return self.store_param_remainders and p.dtype == torch.bfloat16
 
     def _allot(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """Allocate memory for a state, uninitialized."""
+        """Allocate the tensor ``name`` of the state of ``p``, and return it uninitialized."""
         main = torch.int16 if self._has_remainder(p) else torch.float32
         dtype = main if name == "master_param" else self.name_to_dtype_map[name] or p.dtype
         if dtype == torch.bfloat16:
@@ -155,12 +155,12 @@ class FusedAdam(torch.optim.Optimizer):
             p.copy_(main)
 
     def _update_all(self, full: list[tuple[torch.Tensor, ...]], group: dict[str, Any]) -> None:
-        """Update in one pass over memory, as apex's kernel does: four times as fast as a call per operation."""
+        """Update all parameters in one pass over memory, as apex does: four times as fast as a call per operation."""
         (beta1, beta2), rule = group["betas"], adamw if self.adam_w_mode else adam
         rule(
             *([item[at] for item in full] for at in range(4)),
             [],
-            [torch.tensor(float(group["step"]) - 1) for _ in full],  # the rule increments each
+            [torch.tensor(float(group["step"]) - 1) for _ in full],  # torch's update increments each step count first
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -172,7 +172,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def _update(self, full: tuple[torch.Tensor, ...], group: dict[str, Any]) -> None:
-        """Update without bias correction, which torch's own rule always applies."""
+        """Update one parameter without bias correction, which torch's own update always applies."""
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         p, grad, exp_avg, exp_avg_sq = full
         if self.adam_w_mode:
@@ -189,7 +189,7 @@ class FusedLayerNormAffineFunction:
 
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[no-untyped-def]
-        """Raise; Megatron never calls this, it reads only the argument names."""
+        """Raise NotImplementedError: Megatron only reads the argument names of this function, and never calls it."""
         raise NotImplementedError
 
     @staticmethod
@@ -206,14 +206,14 @@ class FusedLayerNormAffineFunction:
 
 
 CHUNK = 1 << 18
-"""Elements that are converted at once: ``vector_norm(..., dtype=torch.float64)`` copies its complete input."""
+"""Number of elements to convert at once, because ``vector_norm(..., dtype=torch.float64)`` copies its whole input."""
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of all elements, a float64 scalar on the device of ``tensors``.
 
     On the CPU torch adds up float32 squares in float32 without correction (torch 2.15): from 2^24 elements on the norm
-    is too small by up to some percent, and it depends on the division of the elements into tensors.
+    is too small by up to some percent, and depends on how the elements are divided into tensors.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     parts = [part for item in flat for part in (item.split(CHUNK) if item.device.type == "cpu" else (item,))]
@@ -253,7 +253,7 @@ def install() -> None:
     for name, contents in members.items():
         module = types.ModuleType(name, "replacement by recover_megatron.hostdevice")
         module.__path__ = []
-        module.__spec__ = ModuleSpec(name, None)  # other packages ask importlib if it exists
+        module.__spec__ = ModuleSpec(name, None)  # other packages ask importlib whether the module exists
         vars(module).update(contents)
         sys.modules[name] = module
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]

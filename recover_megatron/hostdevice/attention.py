@@ -1,13 +1,13 @@
 """Attention on torch's ``scaled_dot_product_attention``, for configurations that Megatron's local attention refuses.
 
-    --context-parallel-size   keys and values are gathered over the context-parallel group; each worker has the queries
-                              of two of 2 * size chunks, an early one and a late one, as Megatron distributes them
+    --context-parallel-size   the sequence is cut into 2 * (group size) chunks, and each worker has the queries of an
+                              early and a late chunk, as in Megatron; keys and values are gathered over the group
     --multi-latent-attention  keys and values differ in width
     packed sequences          a token sees the earlier tokens of its own sequence
 
 With --qk-clip or --log-max-attention-logit the largest logit of each head is kept, as in Transformer Engine's attention
 (``current_max_attn_logits``).  Other configurations use Megatron's own ``DotProductAttention``, unchanged.
-Parameters and checkpoints are Megatron's.  Megatron is never imported here: ``for_class`` receives its module.
+Parameters and checkpoints are as Megatron's.  This module never imports Megatron: ``for_class`` receives its module.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
-    """Return for each of ``size`` context-parallel ranks the positions [length / size] (int64) of its part.
+    """Return, for each of ``size`` context-parallel ranks, the positions of its tokens: [length / size], int64.
 
-    Rank r has the chunks r and 2 * size - 1 - r of 2 * size, which balances the work of a causal mask.
+    Of 2 * size chunks, rank r has the chunks r and 2 * size - 1 - r, which balances the work of a causal mask.
     ``length`` must be a multiple of 2 * size.
 
     >>> [part.tolist() for part in dealt_positions(8, 2)]
@@ -38,7 +38,7 @@ def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
 
 
 def sequences_of(boundaries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the number of the sequence at each position (int64); ``boundaries``: [sequences + 1], from 0, ascending.
+    """Return the number of the sequence at each position (int64); ``boundaries``: [sequences + 1], 0 and all ends.
 
     >>> sequences_of(torch.tensor([0, 3, 4]), torch.arange(6)).tolist()
     [0, 0, 0, 1, 2, 2]
@@ -61,9 +61,9 @@ def visible(
         queries: [queries], position of each query.
         keys: number of keys; their positions are 0 .. keys - 1.
         causal: True if a query sees no later key.
-        window: (before, after): range that a query sees, instead of ``causal``; -1: unlimited.
+        window: (before, after): how far a query sees to both sides, in place of ``causal``; -1: without limit.
         boundaries: starts and ends of packed sequences; None: one sequence.
-        of_keys: the boundaries of the keys, in cross attention; None: the same as the queries'.
+        of_keys: boundaries of the keys' sequences, in cross attention; None: ``boundaries``.
     """
     rows, columns = queries[:, None], torch.arange(keys)[None, :]
     if window is not None:
@@ -139,13 +139,13 @@ def for_class(original: Any, module: ModuleType) -> type:
     """Return a subclass of ``original``, ``DotProductAttention`` of Megatron's ``module``, with this attention."""
 
     class DotProductAttention(original):
-        """Megatron's attention, or ours if Megatron's does not support the configuration."""
+        """Megatron's attention or, if Megatron's does not support the configuration, the attention of this module."""
 
         def __init__(
             self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
         ) -> None:
             adapted = copy.copy(config)
-            adapted.context_parallel_size = 1  # Megatron only asserts this value
+            adapted.context_parallel_size = 1  # Megatron only asserts that this value is 1
             super().__init__(adapted, *args, **kwargs)
             self.config = config
             self._splits = config.context_parallel_size > 1
@@ -169,7 +169,7 @@ def for_class(original: Any, module: ModuleType) -> type:
             attention_bias: torch.Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
-            """Compute attention as Megatron's; packed sequences have query, key and value [tokens, heads, width]."""
+            """Compute attention, with Megatron's shapes; for packed sequences these are [tokens, heads, width]."""
             if not (self._splits or self._own_widths or packed_seq_params is not None):
                 if self._keeps_logits:
                     positions = torch.arange(query.shape[0])

@@ -33,7 +33,7 @@ def host_defaults() -> list[str]:
     """Return the Megatron flags without which a run on the host device fails, as argv items.
 
     A script puts them before the user's flags, so that the user's flags win.  Fusions that run unchanged on the host
-    keep Megatron's default: they compute the same as on a GPU with the same command line.
+    keep Megatron's default, so that the same command line computes the same as on a GPU.
     """
     return [
         "--transformer-impl=local",
@@ -47,7 +47,7 @@ def host_defaults() -> list[str]:
 def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str = "leave it out") -> Rule:
     """Return a rule that refuses a flag.
 
-    ``file``: Megatron's file in which the run would fail.  ``when``: by default, if the flag is given.
+    ``file``: Megatron's file in which the run would fail.  ``when``: condition; None: the flag is given.
     """
     return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
@@ -136,8 +136,8 @@ RULES = [
 def unsupported(args: Any) -> list[str]:
     """Return the reasons why ``args``, Megatron's parsed namespace, cannot run without a GPU; empty if it can.
 
-    One line per flag: the flag, the reason, the remedy, and Megatron's file in which it would fail.  Works before and
-    after Megatron's own validation.
+    One line per flag: the flag, the reason, the remedy, and Megatron's file in which the run would fail.  Works before
+    and after Megatron's own validation.
     """
     return reasons(RULES, args)
 
@@ -145,8 +145,9 @@ def unsupported(args: Any) -> list[str]:
 def never_summed(args: Any) -> list[str]:
     """Return one line if Megatron-FSDP would silently train a separate model in each of its instances.
 
-    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce. Without it Megatron-FSDP does not
-    know the last microbatch, after which alone it sums over the instances. Seen with Megatron 0.19.2. Megatron-FSDP 2
+    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce. Without this flag
+    Megatron-FSDP does not know which microbatch is the last, and it sums over the instances only after the last. Seen
+    with Megatron 0.19.2. Megatron-FSDP 2
     has only one instance.
     """
     instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
@@ -163,8 +164,8 @@ def norm_of_version_2(args: Any) -> list[str]:
     """Return one line if Megatron-FSDP 2 would clip gradients whose norm is below the limit.
 
     ``get_grad_norm_fp32`` sums the squares over the mesh of the gradients, and then over ``grad_stats_parallel_group``,
-    which contains the same data-parallel ranks: the norm is too large by the root of their number.  Seen with Megatron
-    main, d98e8a6.  With --recover it is summed once.
+    which contains the same data-parallel ranks, so the norm is too large by the square root of the number of ranks.
+    Seen with Megatron main, d98e8a6.  With --recover the squares are summed once.
     """
     second = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 2
     if not second or getattr(args, "recover", False) or getattr(args, "clip_grad", 0.0) <= 0.0:
@@ -180,8 +181,8 @@ def outer_sharding(args: Any) -> list[str]:
 
     If the optimizer is sharded over the instances, too, the buffers that add up gradients inside an instance have no
     scaling factor (``_create_hfsdp_helper_buffer``), and the norm covers only an instance's part of the gradients
-    (``grad_stats_parallel_group``).  With both fixed the numbers equal those of plain data parallelism; seen with
-    Megatron 0.19.2.  --recover does not use that part of Megatron.
+    (``grad_stats_parallel_group``).  With both faults fixed, the numbers are as in plain data parallelism; seen
+    with Megatron 0.19.2.  --recover does not use this part of Megatron.
     """
     sharded = getattr(args, "outer_dp_sharding_strategy", "no_shard") != "no_shard"
     if not getattr(args, "use_megatron_fsdp", False) or not sharded or getattr(args, "recover", False):
@@ -203,7 +204,7 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def speaks() -> bool:
-    """Return whether this process logs for the run: it has rank 0, and multiprocessing did not start it."""
-    main = sys.modules.get("__mp_main__")  # set in a spawned process that imports its parent's main module, or by us
+    """Return whether this process logs for the run: only if it has rank 0 and multiprocessing did not start it."""
+    main = sys.modules.get("__mp_main__")  # set by script.py, and in a spawned process that imports the main module
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
     return os.environ.get("RANK", "0") == "0" and not spawned

@@ -1,7 +1,7 @@
 """Layer specs of hybrid models with the local transformer's modules instead of Transformer Engine's.
 
 The parameters, and their names in checkpoints, are the same as with Transformer Engine's modules, except that experts
-are sequential.  Megatron is never imported here: ``localize`` receives a Megatron module that has imported the others.
+are sequential.  This module never imports Megatron: ``localize`` is called when Megatron has imported the modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 
 def localize(module: ModuleType) -> None:
-    """Replace Transformer Engine's modules in ``module``: its attributes, and in each of its specs."""
+    """Replace Transformer Engine's modules by local modules, in the attributes of ``module`` and in its layer specs."""
     local = {name: kind for name, kind in local_modules().items() if hasattr(module, name)}
     replaced = {id(getattr(module, name)): kind for name, kind in local.items()}
     for value in list(vars(module).values()):
@@ -27,7 +27,7 @@ def localize(module: ModuleType) -> None:
 
 
 def _in_place(part: Any, replaced: dict[int, Any]) -> Any:
-    """Return the replacement of a part of a spec: another module, or the part itself with its own parts replaced."""
+    """Return the replacement of ``part`` of a spec: another module, or ``part`` with its inner parts replaced."""
     if id(part) in replaced:
         return replaced[id(part)]
     if isinstance(part, list):

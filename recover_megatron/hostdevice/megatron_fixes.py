@@ -1,7 +1,7 @@
-"""Small changes inside Megatron, each applied when its module is imported, if it ever is.
+"""Small changes inside Megatron; each is applied when the Megatron module that it changes is imported.
 
-``install`` and ``watch`` put a finder on ``sys.meta_path``, which lets Python's own finders do the work and runs the
-fix right after the module's code; when all fixes are applied it removes itself.  Megatron is never imported here.
+``install`` and ``watch`` put a finder on ``sys.meta_path``.  Python's own finders load the module; the finder applies
+the fix right after the module's code has run, and removes itself after the last fix.  Megatron is not imported here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUPPORTED = "0.18 to 0.19"
 
 
 class UnsupportedMegatron(RuntimeError):
-    """Megatron differs from what the fix expects; the message names the difference and the supported versions."""
+    """Error if Megatron is not as a fix expects; the message names the difference and the supported versions."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Fix:
     apply: Callable[[ModuleType], None]
     why: str
     expects: Mapping[str, str | None] = field(default_factory=dict)
-    """Function of the module -> its parameters, separated by spaces; None: the function may have any."""
+    """Function of the module -> its parameters, separated by spaces; None: any parameters."""
 
     def make(self, module: ModuleType) -> None:
         """Apply the fix; if the module is not as expected, raise ``UnsupportedMegatron`` and change nothing."""
@@ -100,7 +100,7 @@ def _splits_as_numpy(module: ModuleType) -> None:
 def _preload_copies(module: ModuleType) -> None:
     preload = module.FileSystemWriterAsync.preload_tensors
 
-    @functools.wraps(preload)  # it is pickled by that name for the writer process
+    @functools.wraps(preload)  # keeps the name by which the function is pickled for the writer process
     def preload_copies(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
         return [
             (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -125,12 +125,12 @@ def _warn_of_instances(module: ModuleType) -> None:
 def _allocated_on_the_stream(module: ModuleType) -> None:
     import torch
 
-    # For a tensor on the host Megatron sets it to None.
+    # For a tensor on the host, Megatron sets this attribute to None; that is ignored.
     module.DBuffer.allocation_stream = property(lambda self: torch.cuda.current_stream(), lambda self, none: None)
 
 
 def _te_from(*versions: str) -> Callable[[ModuleType], None]:
-    """Make ``is_te_min_version`` of a module accept ``versions``: it asks for features that the host device has."""
+    """Return a fix that lets a module's ``is_te_min_version`` accept ``versions``, whose features exist here."""
 
     def apply(module: ModuleType) -> None:
         is_min = module.is_te_min_version
@@ -182,10 +182,10 @@ def _no_inference_layers(module: ModuleType) -> None:
 
 
 def _norms_of_vision(module: ModuleType) -> None:
-    """Replace torch's LayerNorm in the defaults of CLIP; there is nothing to fix if Megatron does not use it."""
+    """Replace torch's LayerNorm if it is a default argument of CLIP's model; else there is nothing to fix."""
     import torch
 
-    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # the norm of the layers between the two
+    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # the norm in CLIP's transformer block
     make = module.CLIPViTModel.__init__
     make.__defaults__ = tuple(norm if item is torch.nn.LayerNorm else item for item in make.__defaults__ or ())
 
@@ -216,7 +216,7 @@ def _norm_in_product(module: ModuleType) -> None:
 
 
 def _recomputed_without_scales(module: ModuleType) -> None:
-    """Set the default ``fp8=None``; a Megatron with another second parameter does not take False for scales."""
+    """Set the default ``fp8=None``; if the second parameter is not ``fp8``, there is nothing to fix."""
     make = module.CheckpointWithoutOutput.__init__
     if not module.HAVE_TE and inspect.getfullargspec(make).args[1:2] == ["fp8"]:
         make.__defaults__ = (None, *make.__defaults__[1:])
@@ -228,7 +228,7 @@ def _norms_in_float64(module: ModuleType) -> None:
     @functools.wraps(module.local_multi_tensor_l2_norm)
     def local_multi_tensor_l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[Any, None]:
         tensors = [tensor for item in tensor_lists for tensor in item]
-        # In float32, as Megatron's own: workers without gradients contribute a float32 zero to the sum.
+        # The norm is float32, as Megatron's own: workers without gradients contribute a float32 zero to the sum.
         return sum_of_squares(tensors).sqrt().float().view(1), None
 
     module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm  # type: ignore[attr-defined]
@@ -295,11 +295,11 @@ FIXES = {
         "megatron.core.optimizer",
         _te_from("2.1.0.dev0"),
         "--use-precision-aware-optimizer checks that the optimizer can keep main parameters as the remainders of "
-        "bfloat16 parameters: the host device's can",
+        "bfloat16 parameters, which the host device's optimizer can",
         _TE,
     ),
     "remainders-by-default": Fix(
-        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "the same check, when its flags are read", _TE
+        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "as for remainders, when flags are read", _TE
     ),
     "norms-in-float64": Fix(
         "megatron.core.utils",
@@ -349,7 +349,7 @@ FIXES = {
         "megatron.core.tensor_parallel.random",
         _recomputed_without_scales,
         "--recompute-modules layernorm and moe_act treat fp8=False as given, and request Transformer Engine's "
-        "scales: a NameError without it",
+        "scales: a NameError without Transformer Engine",
         {"CheckpointWithoutOutput.__init__": None},
     ),
     "rms-norm": Fix(
@@ -368,13 +368,13 @@ FIXES = {
         "megatron.core.tensor_parallel.inference_layers",
         _no_inference_layers,
         "multi-token prediction of Megatron main checks if a layer is Transformer Engine's class for inference, "
-        "which does not exist without it: a TypeError",
+        "which does not exist without Transformer Engine: a TypeError",
     ),
     "local-layers-of-bert": Fix(
         "megatron.core.models.bert.bert_layer_specs",
         _local_layers_of_bert,
-        "pretrain_bert.py always imports Transformer Engine's layers: an ImportError without it; without --spec it "
-        "uses the local layers instead, as other models do with --transformer-impl local",
+        "pretrain_bert.py always imports Transformer Engine's layers, and fails with an ImportError without them; with "
+        "the fix, and without --spec, it uses the local layers, as other models do with --transformer-impl local",
     ),
     "norms-of-vision": Fix(
         "megatron.core.models.vision.clip_vit_model",
@@ -386,12 +386,12 @@ FIXES = {
 
 
 class _Finder:
-    """Applies the pending fixes as their modules are imported, then removes itself."""
+    """Finder that applies each pending fix when the fix's module is imported, and removes itself after the last fix."""
 
     def __init__(self) -> None:
         self.pending: dict[str, list[Fix]] = {}
         self.first: Callable[[str], None] | None = None
-        """Called with the name of the first Megatron module whose code will run, before it runs."""
+        """Function to call once, with the name of the first Megatron module, before the code of that module runs."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.pending and not (self.first and name.startswith("megatron.")):
@@ -399,7 +399,7 @@ class _Finder:
         spec = next(filter(None, (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)), None)
         if spec is None or spec.loader is None:
             return spec
-        loader = spec.loader  # created for this import: no other exec_module changes
+        loader = spec.loader  # created for this import, so no other import is affected
         execute = loader.exec_module
 
         def execute_and_fix(module: ModuleType) -> None:
@@ -423,7 +423,7 @@ _installed: set[str] = set()
 
 
 def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
-    """Register ``fixes``; a fix whose module is imported already is applied at once.
+    """Register ``fixes``; a fix whose module has been imported already is applied at once.
 
     ``first`` is called with the name of the first Megatron module, before its code runs.
     """
@@ -440,7 +440,7 @@ def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
 def install(only: Collection[str] | None = None) -> None:
     """Register the fixes named in ``only`` (default: all); idempotent.
 
-    Raises ``UnsupportedMegatron``, here or from the import, if Megatron is not as expected.
+    Raises ``UnsupportedMegatron`` if Megatron is not as expected: at once for imported modules, else in the import.
     """
     names = [name for name in (FIXES if only is None else only) if name not in _installed]
     _installed.update(names)

@@ -1,8 +1,8 @@
-"""Table of the functions that the host device replaces in torch, each with its reason.  Importing it imports torch.
+"""Table of the functions that the host device replaces in torch, each with its reason.  This module imports torch.
 
 ``torch.cuda`` then describes one simulated device whose memory is ordinary host memory: a tensor placed "on cuda" stays
-a CPU tensor, streams and events are always finished.  All rows replace plain functions, so they apply in every thread
-and cost nothing unless they are called.
+a CPU tensor, streams and events are always finished.  The table replaces plain functions, so a replacement applies in
+every thread, and costs nothing unless it is called.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Replacement:
 
 
 def _on_host(device: Any) -> Any:
-    """Return ``device``, or the CPU if it means a CUDA device (an integer is the index of one)."""
+    """Return the CPU if ``device`` is a CUDA device (an integer is the index of a CUDA device), else ``device``."""
     if isinstance(device, int) or (isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"):
         return torch.device("cpu")
     return device
@@ -90,7 +90,7 @@ class Event:
 
 
 def table() -> list[Replacement]:
-    """Return all replacements.  Call it once, before any is applied: the values wrap the current functions."""
+    """Return all replacements.  Call this once, before any is applied, since they wrap torch's present functions."""
     rows: list[Replacement] = []
 
     def row(owner: Any, why: str, **values: Any) -> None:
@@ -103,7 +103,7 @@ def table() -> list[Replacement]:
     _reductions(row)
     row(
         torch,
-        "Megatron compiles its fused functions if torch is new enough: needs a C++ compiler on the host",
+        "Megatron compiles its fused functions if torch is new enough, which needs a C++ compiler on the host",
         compile=lambda model=None, **options: (lambda function: function) if model is None else model,
     )
     return rows
@@ -163,11 +163,11 @@ def _device(row: Callable[..., None]) -> None:
     row(cuda, uncounted, device_memory_used=lambda device=None: 0)
     none = {name: {"all": {"current": 0, "peak": 0}} for name in ("reserved_bytes", "allocated_bytes", "allocation")}
     row(cuda.memory, uncounted, memory_stats_as_nested_dict=lambda device=None: none)
-    row(torch.accelerator, "data loaders would pin memory for it", is_available=lambda: False)
+    row(torch.accelerator, "data loaders would pin memory for the accelerator", is_available=lambda: False)
 
 
 def _random(row: Callable[..., None]) -> None:
-    # The kernels draw from torch.default_generator, so it is the device's; the host gets a separate generator.
+    # The kernels draw from torch.default_generator, so this is the device's generator; the host gets another one.
     device_generator, host_generator = torch.default_generator, torch.Generator()
     seed_both, random_ = torch.manual_seed, torch.Tensor.random_
 
@@ -177,13 +177,13 @@ def _random(row: Callable[..., None]) -> None:
 
     row(
         torch.cuda,
-        "torch.cuda's RNG functions work unchanged with these two",
+        "torch.cuda's RNG functions work unchanged with these two values",
         _initialized=True,
         default_generators=(device_generator,),
     )
     row(
         torch,
-        "the host's generator is not the device's",
+        "the host and the device have separate generators",
         get_rng_state=host_generator.get_state,
         set_rng_state=host_generator.set_state,
         manual_seed=manual_seed,
@@ -198,12 +198,12 @@ def _random(row: Callable[..., None]) -> None:
 
 
 def _gloo(row: Callable[..., None]) -> None:
-    """Run gloo with one thread per group: two threads write the last operation's name at once and corrupt the heap.
+    """Run gloo with one thread per group, because two threads write one string at the same time and corrupt the heap.
 
-    ``c10d::ProcessGroupGloo::runLoop`` assigns the name without a lock.  Names of up to 15 characters need no heap
-    memory; ``ALLGATHER_COALESCED``, with which Megatron-FSDP gathers parameters, does.  (torch 2.13.0; AddressSanitizer
-    sees a double free within a few iterations.)  Operations of a group have the same order on all members, so one
-    thread is enough.
+    ``c10d::ProcessGroupGloo::runLoop`` assigns the last operation's name without a lock.  Names of up to 15 characters
+    need no heap memory; ``ALLGATHER_COALESCED``, with which Megatron-FSDP gathers parameters, does.  (torch 2.13.0;
+    AddressSanitizer sees a double free within a few iterations.)  Operations of a group have the same order on all
+    members, so one thread is enough.
     """
     init = dist.ProcessGroupGloo.__init__
 
@@ -217,7 +217,7 @@ def _gloo(row: Callable[..., None]) -> None:
         timeout: timedelta | None = None,
         **rest: Any,
     ) -> None:
-        """``rest``: arguments of newer versions of torch, whose options have the same attributes."""
+        """``rest``: arguments of newer versions of torch; the options have attributes of the same names."""
         if not isinstance(options, dist.ProcessGroupGloo._Options):
             timeout, options = options or timeout, dist.ProcessGroupGloo._Options()
             options._timeout = timeout or default_pg_timeout
@@ -231,7 +231,7 @@ def _gloo(row: Callable[..., None]) -> None:
 
     row(
         dist.ProcessGroupGloo,
-        "its two threads write one string at once, and Megatron-FSDP's operations then corrupt the heap: one thread",
+        "gloo's two threads write one string at once and corrupt the heap in Megatron-FSDP, so one thread is used",
         __init__=with_one_thread,
     )
 
@@ -258,9 +258,10 @@ class _WorkWithEnd(dist.Work):
 def _reductions(row: Callable[..., None]) -> None:
     """Add reductions that gloo lacks, or computes differently from ``torch.maximum`` and ``torch.minimum``.
 
-    PREMUL_SUM is the sum of each rank's tensor times its factor: only NCCL has it.  In MAX and MIN of floating-point
-    numbers gloo drops or keeps a NaN, depending on the rank and the index in the tensor (torch 2.15): here it is kept,
-    as in ``torch.maximum``, by a second number next to each, in the same operation.
+    PREMUL_SUM, which only NCCL has, is the sum of each rank's tensor times the rank's factor.  In MAX and MIN of
+    floating-point numbers gloo drops or keeps a NaN, depending on the rank and the index in the tensor (torch 2.15).
+    The replacement keeps a NaN, as ``torch.maximum`` does: the same operation reduces, for each number, a second number
+    that marks a NaN.
     """
     all_reduce, reduce_scatter, reduce_scatter_tensor = dist.all_reduce, dist.reduce_scatter, dist.reduce_scatter_tensor
 
@@ -290,7 +291,7 @@ def _reductions(row: Callable[..., None]) -> None:
 
     @functools.wraps(all_reduce)
     def scaled_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
-        # A coalesced operation runs later: then gloo's own is used.
+        # A coalesced operation runs later, so gloo's own MAX and MIN are used.
         if is_extreme(op) and tensor.is_floating_point() and not dist.distributed_c10d._world.pg_coalesce_state:
             return extreme(tensor, op, *rest, **named)
         if is_premul(op):
@@ -299,7 +300,7 @@ def _reductions(row: Callable[..., None]) -> None:
             op = dist.ReduceOp.SUM
         return all_reduce(tensor, op, *rest, **named)
 
-    # The input of a reduce-scatter must not change: a copy is sent.
+    # The input of a reduce-scatter must not change, so a scaled copy is sent.
     @functools.wraps(reduce_scatter)
     def scaled_reduce_scatter(
         output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any
@@ -318,8 +319,8 @@ def _reductions(row: Callable[..., None]) -> None:
 
     row(
         dist,
-        "gloo has no PREMUL_SUM, with which Megatron-FSDP divides gradients while they are summed: scaled, then summed"
-        "; its MAX and MIN lose a NaN: a second number next to each keeps it",
+        "gloo has no PREMUL_SUM, with which Megatron-FSDP divides gradients while they are summed: they are scaled, "
+        "then summed; gloo's MAX and MIN lose a NaN: a second number for each number keeps it",
         all_reduce=scaled_all_reduce,
         reduce_scatter=scaled_reduce_scatter,
         reduce_scatter_tensor=scaled_reduce_scatter_tensor,

@@ -1,9 +1,9 @@
-"""Run a user's script as ``__main__`` after a preparation, here and in the processes that it spawns.
+"""Run a user's script as ``__main__`` after a preparation, in this process and in processes that the script spawns.
 
 A process started by ``multiprocessing``'s spawn or forkserver (for example Megatron's persistent checkpoint writer)
-imports its parent's main module before it unpickles its task.  It finds that module by ``__main__.__spec__``: ours
-names a module ``spawned``, which runs the same preparation and then the user's script as ``__mp_main__``, as Python
-would.
+imports its parent's main module before it unpickles its task.  It finds that module by ``__main__.__spec__``.  So the
+spec that is set here names a module ``spawned``, which runs the same preparation and then the user's script as
+``__mp_main__``, as Python would.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ VARIABLE = "RECOVER_MAIN"
 
 
 class ScriptMissing(Exception):
-    """The script or module in the message does not exist."""
+    """Error for a script or module that does not exist or cannot be read; the message names it."""
 
 
 def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
-    """Return the code of ``path:FILE`` or ``module:NAME``, and the attributes of its module."""
+    """Return the code of ``path:FILE`` or ``module:NAME``, and its module's attributes.  Raises ``ScriptMissing``."""
     kind, _, name = target.partition(":")
     if kind == "path":
         try:
@@ -58,7 +58,7 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
 
 
 class _SpawnSpec(ModuleSpec):
-    """Spec that names a module of ours for spawned processes, and the user's package for the import system."""
+    """Spec of the user's script: its name is the module for spawned processes, its parent is the script's package."""
 
     def __init__(self, spawned: str, package: str | None) -> None:
         super().__init__(spawned, None)
@@ -77,12 +77,12 @@ class Runner:
     name: str
     about: str
     prepare: Callable[[], None]
-    """Called before the script is loaded, and in each process that it spawns."""
+    """Preparation, called before the script runs, also in each process that the script spawns."""
     after: Callable[[], None] = lambda: None
-    """Called when the script has finished without an error."""
+    """Function that is called when the script has finished without an error."""
 
     def main(self, arguments: list[str]) -> int:
-        """Run the script; return 2 if the command line is wrong or the script does not exist, else exit as it does."""
+        """Run the script; return 2 for a wrong command line or a missing script, else exit as the script does."""
         usage, prefix = f"usage: python -m {self.name} [-m] SCRIPT [ARGUMENTS...]", self.name.rpartition(".")[2]
         if arguments[:1] in (["-h"], ["--help"]):
             print(f"{usage}\n\n{self.about}")
@@ -128,7 +128,7 @@ class Runner:
             sys.argv[0] = attributes["__file__"]
         main = ModuleType("__main__")
         vars(main).update(attributes, __spec__=self._spec(attributes))
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: pickles from child processes name it
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # child processes' pickles name __mp_main__
         exec(code, vars(main))
 
     def again(self, namespace: dict[str, Any]) -> None:

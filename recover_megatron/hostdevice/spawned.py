@@ -1,4 +1,4 @@
-"""Runner of a script under the host device; spawned processes import this as their main module (script.py)."""
+"""Runner of a script under the host device; spawned processes import it as their main module (see script.py)."""
 
 from recover_megatron import hostdevice
 from recover_megatron.hostdevice.script import Runner

@@ -1,8 +1,8 @@
-"""Recurrent layers in torch: functions that Megatron uses of mamba_ssm, causal_conv1d (Mamba 2) and fla (delta net).
+"""Recurrent layers in torch, which replace functions of mamba_ssm, causal_conv1d (Mamba 2) and fla (delta net).
 
-Written from the recurrences, with only the arguments of training.  Computation is in float32 (float64 for float64
-operands), for any input dtype; the output has the input's dtype.  Sequences that follow each other in one row
-(``seq_idx``, ``cu_seqlens``) do not see each other.
+The functions are written from the recurrences, and have only the arguments that Megatron uses in training.  Computation
+is in float32 (float64 for float64 operands), for any input dtype; the output has the input's dtype.  Sequences that
+follow each other in one row (``seq_idx``, ``cu_seqlens``) do not see each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recover_megatron.hostdevice.attention import sequences_of
 
 
 def _wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Convert all tensors to float32, or to float64 if the first one is."""
+    """Convert all tensors to float32, or to float64 if the first tensor has this dtype."""
     return [tensor.to(torch.promote_types(tensors[0].dtype, torch.float32)) for tensor in tensors]
 
 
@@ -32,7 +32,7 @@ def causal_conv1d_fn(
 
     Args:
         x: [batch, channels, length].
-        weight: [channels, width]; the last one belongs to the position itself.
+        weight: [channels, width]; the last weight of a channel belongs to the position itself.
         bias: [channels].
         seq_idx: [batch, length], number of the sequence of each position.
         activation: None, "silu" or "swish".
@@ -213,7 +213,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """Compute y_t = scale q_t S_t, where S_t = exp(g_t) S_(t-1), to which k_t * beta_t (v_t - k_t S_t) is added.
+    """Compute y_t = scale q_t S_t, where S_t = D_t + k_t * beta_t (v_t - k_t D_t) and D_t = exp(g_t) S_(t-1).
 
     Positions are processed sequentially.  q and k are [batch, length, heads, key width], v [batch, length, heads, value
     width], g and beta [batch, length, heads]; ``scale`` is by default the key width to the power of -1/2.
@@ -248,4 +248,4 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops": {},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
 }
-"""Modules from which Megatron imports these; with these versions it packs sequences in training, not in inference."""
+"""Module -> names that Megatron imports from it; with these versions, Megatron packs sequences only in training."""

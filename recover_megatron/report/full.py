@@ -1,9 +1,9 @@
 """Command ``recover-report DIR``: the complete report of a run as an HTML page, and its pictures as PNG files.
 
-``python -m recover_megatron.report DIR`` is the same without the page: the summary, the audit, and the loss.
+``python -m recover_megatron.report DIR`` writes no page: it prints the summary and the audit, and draws the loss.
 
 Exit status: 0; 1 if a microbatch was not counted exactly once, an iteration is not shown, or the loss differs from the
-reference's by more than rounding; 2 if there is no run.
+reference's by more than rounding; 2 if DIR has no run, or the report cannot be written.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def without_page(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of both commands."""
+    """Return a parser with the arguments that both commands have."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder with steps.jsonl (--recover-log-dir)")
@@ -135,7 +135,7 @@ def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
 
 
 def _is_rough(events: Sequence[Event]) -> bool:
-    """Return whether the model computes in 16 bits or fewer, by the run's ``start``: in older versions by its flags."""
+    """Return whether the model computes in 16 bits or fewer, by the event ``start`` (older versions: by its flags)."""
     start = next((event for event in events if event["event"] == "start"), {})
     flags = [str(word).startswith(("--bf16", "--fp16", "--fp8", "--fp4")) for word in start.get("argv") or ()]
     return bool(start.get("bits", 16 if any(flags) else 32) < 32)
@@ -143,7 +143,7 @@ def _is_rough(events: Sequence[Event]) -> bool:
 
 @contextmanager
 def _schema(folder: Path) -> Iterator[None]:
-    """Context for reading events.  Raises ValueError for an event without its fields."""
+    """Raise ValueError if the code in this context reads an event that lacks a field or has a wrong type."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -151,7 +151,7 @@ def _schema(folder: Path) -> Iterator[None]:
 
 
 def _refuse(error: object) -> int:
-    """Print an error; return the exit status of a report that fails."""
+    """Print ``error``; return 2, the exit status of a failed report."""
     print(f"recover-report: error: {error}", file=sys.stderr)
     return 2
 
@@ -167,7 +167,7 @@ def _print_line(text: str) -> None:
 
 
 def _print_findings(found: Sequence[str]) -> int:
-    """Print the findings of the audit; return the exit status."""
+    """Print the first findings of the audit; return the exit status: 1 if there are findings, else 0."""
     for problem in found[:_SHOWN]:
         print(f"recover-report: {problem}", file=sys.stderr)
     if len(found) > _SHOWN:
@@ -177,7 +177,7 @@ def _print_findings(found: Sequence[str]) -> int:
 
 def _write(out: Path, text: str) -> None:
     """Write atomically, so that a browser that reloads the page never sees half of it.  Raises OSError."""
-    if out.is_symlink() or (out.exists() and not out.is_file()):  # a device or a pipe cannot be replaced
+    if out.is_symlink() or (out.exists() and not out.is_file()):  # a link, a device or a pipe must not be replaced
         out.write_text(text, encoding="utf-8")
         return
     draft = out.with_name(f".{out.name}.{os.getpid()}")
@@ -210,7 +210,10 @@ def _trace(folder: Path, out: Path) -> int:
 
 
 def pictures(report: Report, out: Path) -> dict[str, Path]:
-    """Draw all pictures next to ``out``; return title -> PNG, empty without matplotlib.  Raises OSError."""
+    """Draw all pictures as PNGs next to ``out``; return title -> file.  Raises OSError.
+
+    Empty without matplotlib or without steps.
+    """
     steps, comparison = report.run.steps, report.comparison
     if not steps:
         return {}

@@ -1,9 +1,8 @@
-"""Goodput over wall-clock time: use of the time since the start, after each committed iteration.
+"""Goodput over wall-clock time: for each committed iteration, the use of the time from the start to its end.
 
     steps.jsonl, events.jsonl, events-<n>.jsonl --accounts--> seconds by use --svg--> shares of the time, stacked
 
-docs/monitoring.md defines the five uses.  Pure; only iterations that count in the end are included, not those that a
-rollback or a restart discarded.
+docs/monitoring.md defines the five uses.  Pure.  Iterations that a rollback or a restart discarded are left out.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ USES = {
     "waiting": "waiting",
     "outside": "outside committed iterations",
 }
-"""Name, which is also the page's CSS class, and words; in stacking order."""
+"""Use (also a CSS class of the page) -> text for the reader, in stacking order."""
 RECENT = 20
-"""Iterations before a recovery whose median time is the expected time without it."""
+"""Number of iterations before a recovery; their median is the expected time of an iteration without the recovery."""
 _POINTS = 400
 _HEIGHT = 160
 
@@ -43,7 +42,7 @@ class Account:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return use -> share of the time, 0 to 1."""
+        """Return use -> share of the wall-clock time, 0 to 1."""
         passed = sum(self.seconds.values())
         return {use: seconds / passed if passed > 0 else 0.0 for use, seconds in self.seconds.items()}
 
@@ -51,10 +50,13 @@ class Account:
 def accounts(
     steps: Sequence[StepRecord], workers: Sequence[Event], coordinators: Sequence[Event] = ()
 ) -> list[Account]:
-    """Return accounts after each committed iteration and at the end, from events in time order; empty without times."""
+    """Return an account for each committed iteration and for the end; the events must be in time order.
+
+    Empty if a step has no time, a step is missing before the first, or no ``start`` event names replicas.
+    """
     starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
     timed = [(step.time, step) for step in steps if step.time is not None]
-    if not starts or len(timed) < len(steps):  # an older version wrote the first of them
+    if not starts or len(timed) < len(steps):  # an older version wrote the steps without a time
         return []
     if steps and lost_before(steps[0], workers):
         return []
@@ -66,7 +68,7 @@ def accounts(
     at, found = launched[0], []
     for time, step in sorted(timed, key=lambda pair: pair[0]):
         if time <= at:
-            continue  # before the start, or the clocks of two writers disagree
+            continue  # the step is before the start, or the clocks of two writers disagree
         began = max(at, time - step.seconds)
         full = len(starts[bisect_right(launched, time) - 1]["replicas"])
         cost = costs.get((step.iteration, step.epoch))
@@ -85,7 +87,7 @@ def accounts(
         at = time
         found.append(Account(at, dict(spent)))
     last = workers[-1]["time"]
-    if workers[-1]["event"] != "end":  # killed workers write none
+    if workers[-1]["event"] != "end":  # killed workers write no end
         last = max([last, *(event["time"] for event in coordinators if event["event"] == "stop")])
     if found and last > at:
         found.append(Account(last, {**spent, "outside": spent["outside"] + last - at}))
@@ -93,7 +95,7 @@ def accounts(
 
 
 def _stalls(coordinators: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the times (from, to) when the run waited for many late replicas, in order and without overlap."""
+    """Return the periods (begin, end) in which the run waited for many late replicas, in order and without overlap."""
     late_events = [event for event in coordinators if event["event"] in ("stalled", "stall_over")]
     merged: list[tuple[float, float]] = []
     for begin, end in sorted((event["time"] - event.get("seconds", 0.0), event["time"]) for event in late_events):
@@ -108,7 +110,7 @@ def _stalls(coordinators: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def svg(found: Sequence[Account]) -> str:
-    """Return the picture; empty if there is nothing to show."""
+    """Return the picture of the shares over time as SVG; empty if there are fewer than two accounts."""
     if len(found) < 2:
         return ""
     axis = Axis(found[0].time - sum(found[0].seconds.values()), found[-1].time)
@@ -140,14 +142,14 @@ def legend(found: Sequence[Account]) -> list[Key]:
 
 
 def in_short(account: Account) -> tuple[str, str]:
-    """Return the goodput, and the uses of the rest of the time."""
+    """Return two texts: the goodput, and the shares of all other uses of the time."""
     shares = account.shares
     rest = [f"{words} {shares[use]:.1%}" for use, words in USES.items() if use != "work" and shares[use] > 0]
     return f"{shares['work']:.1%}", f"of the time since the start; {', '.join(rest) or 'nothing else'}"
 
 
 def in_words(found: Sequence[Account]) -> str:
-    """Return an alternative text for the picture."""
+    """Return the picture's alternative text."""
     passed = sum(found[-1].seconds.values())
     uses = ", ".join(key.text for key in legend(found))
     middle = found[len(found) // 2]

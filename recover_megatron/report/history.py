@@ -1,9 +1,9 @@
 """Faults of a run and their cost, from the event files (docs/reference/events.md has their schema).
 
 A recovery is one change of the membership after the start: a plan of a new epoch, the deaths that led to it, the
-microbatches that were run again, and the time of each phase.  Different writers know different parts: the coordinator
-why and when a worker was lost, the workers the cost, fault injection the strike.  Epoch numbers start again with each
-launch, so events of several launches into one folder (a resumed run) are separated.
+microbatches that were run again, and the time of each phase.  The data come from different writers: the coordinator
+reports when and why a worker was lost, the workers report the cost, and fault injection reports the injected faults.
+Epoch numbers start again with each launch, so events of several launches into one folder (a resumed run) are separated.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from typing import Any
 from recover_megatron.run_log.events import Event
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
-"""Phases of a recovery, in order.  ``detect``: from an injected fault's strike to its detection by the coordinator."""
+"""Phases of a recovery, in order.  ``detect``: from the injection of a fault until the coordinator detects it."""
 
 
 @dataclass(frozen=True)
 class RecoveryRecord:
     time: float
-    """Unix seconds: of the fault if the coordinator saw one, else of the plan."""
+    """Time of the first fault or, if the coordinator reported no fault, of the plan; unix seconds."""
     launch: int = 0
     """Index of the launch into this folder, from 0."""
     epoch: int | None = None
-    """New epoch; None: no plan followed."""
+    """Epoch that the plan began; None: no plan followed the fault."""
     iteration: int | None = None
     """Iteration of the recovery; None: not reported."""
     phase: str = ""
-    """Phase in which the workers were."""
+    """Phases of the step in which the workers were interrupted, separated by commas."""
     fresh: tuple[int, ...] = ()
     """Replicas that this epoch formed."""
     lost_workers: tuple[int, ...] = ()
     lost_replicas: tuple[int, ...] = ()
     causes: tuple[str, ...] = ()
-    """Causes in words."""
+    """Causes as texts for the reader."""
     replicas: int | None = None
-    """Number of replicas that continued."""
+    """Number of replicas in the new epoch; None: not reported."""
     reran: int = 0
     """Microbatches that were run again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds, `PHASES` first; the longest of several workers' reports."""
+    """Phase -> seconds (the longest time that a worker reported), in the order of `PHASES`, other phases last."""
     total: float = 0.0
-    """Sum of the phases, without ``detect``: from the notification of the workers until the step was finished."""
+    """Sum of the phases except ``detect``, in seconds: from the notification of the workers to the step's end."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class History:
     recoveries: list[RecoveryRecord]
     """Recoveries in the order of time."""
     quotas: list[Event]
-    """Changes of the quotas because of measured speeds."""
+    """Events of quotas that were changed because of measured speeds."""
     others: list[Event]
-    """Retried evaluations and checkpoints, moved roles, rollbacks."""
+    """Events of rollbacks, repeated sections (``again``) and abandoned checkpoints."""
     end: str
     """End of the run, in words."""
     good_end: bool | None
@@ -68,12 +68,12 @@ class History:
 
     @property
     def workers_lost(self) -> int:
-        """Return the number of workers lost over all launches, without losses that no plan followed."""
+        """Return the number of workers lost in all launches; losses that no plan followed do not count."""
         return len({(r.launch, worker) for r in self.recoveries if r.epoch is not None for worker in r.lost_workers})
 
     @property
     def losses(self) -> int:
-        """Return the number of recoveries from a loss of workers: others admitted workers."""
+        """Return the number of recoveries after a loss of workers; the other recoveries only admitted workers."""
         return sum(r.epoch is not None and bool(r.lost_workers) for r in self.recoveries)
 
     @property
@@ -83,7 +83,7 @@ class History:
 
 
 def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]) -> History:
-    """Build the history from events in time order.  KeyError, TypeError or AttributeError for an invalid event."""
+    """Build the history from events in time order; an invalid event raises KeyError, TypeError or AttributeError."""
     starts = _launches(workers, coordinators)
     recoveries = []
     for number, begin in enumerate(starts):
@@ -107,8 +107,8 @@ def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequ
 
 
 def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[float]:
-    """Return the begin of the 1st, 2nd, ... launch, from which events belong to it; the first is minus infinity."""
-    listening: dict[str, set[float]] = {}  # every candidate logs it once per launch, or repeats it
+    """Return the time at which each launch's events begin, in order; minus infinity for the first launch."""
+    listening: dict[str, set[float]] = {}  # a candidate logs this event once per launch; copies have the same time
     for event in coordinators:
         if event["event"] == "listening":
             listening.setdefault(event.get("file", ""), set()).add(event["time"])
@@ -126,7 +126,7 @@ def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[f
 def _recoveries(
     launch: int, workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]
 ) -> list[RecoveryRecord]:
-    """Return the recoveries of one launch."""
+    """Return the recoveries of launch number ``launch``, whose events are given."""
     reported: dict[int, list[Event]] = {}
     for event in workers:
         if event["event"] in ("plan", "recovery"):
@@ -178,7 +178,8 @@ def _recovery(
     account = max(finished, key=lambda event: sum(event["seconds"].values()), default=None)
     iterations = [event["iteration"] for event in (*finished, *plans)]
     if decided is not None and "committed" in decided:
-        iterations.append(decided["committed"] + 1)  # if no worker reported it: the iteration after the last commit
+        # Used if no worker reported the iteration: the iteration after the last commit.
+        iterations.append(decided["committed"] + 1)
     worker_phases = dict.fromkeys(event["phase"] for event in plans if event.get("phase"))
     return RecoveryRecord(
         time=faults[0]["time"] if faults else planned,
@@ -198,7 +199,7 @@ def _recovery(
 
 
 def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, float]:
-    """Return phase -> the longest time that any of ``events`` reports for it."""
+    """Return phase -> the longest time, in seconds, that an event reports; ``only``: phases to return (empty: all)."""
     longest: dict[str, float] = {}
     for event in events:
         for name, seconds in event.get("seconds", {}).items():
@@ -208,7 +209,7 @@ def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, flo
 
 
 def _strike(fault: Event, chaos: Sequence[Event]) -> Event | None:
-    """Return the strike that caused the fault, if there was one."""
+    """Return the last injected fault of the worker before ``fault``, its cause; None if none was injected."""
     strikes = [event for event in chaos if event["event"] == "strike" and event["worker"] == fault["worker"]]
     return next((event for event in reversed(strikes) if event["time"] <= fault["time"]), None)
 
@@ -226,7 +227,7 @@ def _cause(fault: Event) -> str:
 
 
 def _distinct(events: Iterable[Event], field: str) -> list[Event]:
-    """Keep the first event with the same ``field`` in the same iteration (several workers may report it)."""
+    """Drop events with the iteration and the ``field`` of an earlier event: several workers may report the same."""
     seen: dict[tuple[int, str], Event] = {}
     for event in events:
         seen.setdefault((event["iteration"], str(event.get(field))), event)
@@ -242,4 +243,4 @@ def _end(workers: Sequence[Event], coordinators: Sequence[Event], since: float) 
         return f"finished after iteration {max(event['iteration'] for event in ends)}", True
     if stops:
         return f"finished: {stops[-1].get('reason', '')}", True
-    return "no end was recorded: the run is still running, or all of it was killed", None
+    return "no end was recorded: the run continues, or all its processes were killed", None

@@ -7,11 +7,11 @@ Colours are classes of the page's style, so that they follow the reader's light 
 
 ``trace``, for ``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
 
-    training       the phases of each recovery, one after the other, as the worker that wrote them reported
-    coordinator n  faults and revokes at their moment, each rendezvous from its revoke to its plan
+    training       the phases of each recovery, one after the other, as a worker reported them
+    coordinator n  faults and revokes as moments, each rendezvous from its revoke to its plan
     worker n       its roles (``stretches``) in the last launch
 
-Times are of the host that wrote each file: lanes of different hosts differ by their clocks.
+Each file has the time of the host that wrote it, so lanes of different hosts are shifted if their clocks differ.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 from recover_megatron.run_log.events import Event
 
 LEFT = 70
-"""Width for the names of the lanes."""
+"""Width of the column with the names of the lanes, in units of the SVG."""
 _WIDTH, _FOOT = 960, 26
-_RIGHT = 30  # for half of the last time's text
+_RIGHT = 30  # room for the right half of the last time's text
 _PARTS = 6
-"""Most intervals of the time axis."""
+"""Largest number of intervals on the time axis."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Axis:
         return LEFT + (time - self.begin) * self.scale
 
     def picture(self, css: str, words: str, parts: Sequence[str], height: int, gap: int) -> str:
-        """Return an SVG of ``parts``, ``height`` high, and ``gap`` below it round times since ``begin``.
+        """Return an SVG: ``parts``, ``height`` high, and below them, after ``gap``, round times since ``begin``.
 
-        ``words``: alternative text.
+        ``css``: class of the picture; ``words``: alternative text.
         """
         of, y = self.end - self.begin, height + gap
         ticks = (
@@ -70,7 +70,7 @@ class Axis:
 
 
 def round_times(of: float) -> list[float]:
-    """Return times from 0 to at most ``of`` seconds, multiples of 1, 2 or 5 (times a power of ten) of the unit."""
+    """Return equidistant times from 0 to at most ``of`` seconds, 1, 2 or 5 (times a power of ten) units apart."""
     unit = _unit(of)
     step = 10.0 ** math.floor(math.log10(max(of / unit, 1e-3) / _PARTS))
     step = next(size for size in (step, 2 * step, 5 * step, 10 * step) if size * _PARTS >= of / unit) * unit
@@ -78,7 +78,7 @@ def round_times(of: float) -> list[float]:
 
 
 def since(seconds: float, of: float) -> str:
-    """Return seconds in the unit that suits a picture of ``of`` seconds."""
+    """Return ``seconds`` as text, in the unit (s, min, h) that suits a picture of ``of`` seconds."""
     unit = _unit(of)
     return f"{seconds / unit:{'.0f' if of >= 6 * unit else '.1f'}} {_UNITS[unit]}"
 
@@ -91,19 +91,19 @@ def _unit(of: float) -> int:
 
 
 MOST = 128
-"""Most lanes; workers that were ever not training have priority."""
+"""Largest number of lanes; workers that at some time had another role than "training" have priority."""
 MOST_TICKS = 300
-"""Most snapshots; of more, every n-th is drawn."""
+"""Largest number of snapshots that are drawn; of more snapshots, only every n-th is drawn."""
 KINDS = {
     "training": "training",
     "spare": "spare: has lost its place",
-    "hot-spare": "hot spare: has joined, but had no place yet",
+    "hot-spare": "hot spare: has joined, and has had no place yet",
     "aside": "set aside: late, may return",
     "draining": "leaving: its node is drained",
     "left": "has left in order",
     "gone": "gone",
 }
-"""Roles of a worker, which are also CSS classes of the page, and their texts in the legend."""
+"""Role of a worker (also a CSS class of the page) -> text in the legend."""
 MARKS = {
     "recovery": "recovery",
     "from-memory": "rollback to a snapshot in memory",
@@ -127,7 +127,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Mark:
-    """Moment for all lanes, with its description."""
+    """Moment that is marked across all lanes, with its description."""
 
     time: float
     text: str
@@ -136,7 +136,7 @@ class Mark:
 
 
 def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until: float = 0.0) -> list[Stretch]:
-    """Return the roles of each worker of the last launch, to ``until`` at least; events in time order."""
+    """Return the roles of each worker of the last launch, at least up to the time ``until``; events in time order."""
     began = max((n for n, event in enumerate(events) if event["event"] == "start"), default=0)
     details = events[began:]
     plans = [event for event in details if event["event"] == "plan" and event.get("grid")]
@@ -151,34 +151,34 @@ def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until
 
 
 _CHANGES = {"aside": "aside", "back": "spare", "left": "left", "fault": "gone"}
-"""Event of a coordinator -> role of its worker from then on."""
+"""Event of a coordinator -> role that the event's worker has after it."""
 
 
 class _Workers:
-    """Roles of each worker so far."""
+    """Roles of all workers up to the last applied event."""
 
     def __init__(self) -> None:
-        self._now: dict[int, tuple[str, float]] = {}  # role, and its begin
+        self._now: dict[int, tuple[str, float]] = {}  # worker -> (role, since when)
         self._placed: set[int] = set()  # workers that have ever had a place
         self._past: list[Stretch] = []
 
     def apply(self, event: Event) -> None:
-        """Apply a plan, or one of ``_CHANGES``; ignore changes of workers that have been in no plan."""
+        """Apply a plan or an event in ``_CHANGES``; ignore an event whose worker has been in no plan."""
         if event["event"] == "plan":
             for worker, kind in self._by_plan(event).items():
                 self._set_role(worker, kind, event["time"])
         elif event["worker"] in self._now:
             finishes = event["event"] == "left" and self._now[event["worker"]][0] == "training"
-            if not finishes:  # a worker that leaves early has no place by then
+            if not finishes:  # a worker that leaves before the end has lost its place by then
                 self._set_role(event["worker"], _CHANGES[event["event"]], event["time"])
 
     def until(self, end: float) -> list[Stretch]:
-        """Return all stretches, by worker and time."""
+        """Return all stretches up to the time ``end``, ordered by worker and time."""
         last = [Stretch(worker, since, end, kind) for worker, (kind, since) in self._now.items()]
         return sorted([*self._past, *last], key=lambda s: (s.worker, s.begin))
 
     def _by_plan(self, plan: Event) -> dict[int, str]:
-        """Return the role of each worker from this plan on; workers not in it are gone unless known otherwise."""
+        """Return the role of each worker after ``plan``; a worker that is neither in it, set aside nor left is gone."""
         kinds = {worker: kind if kind in ("aside", "left") else "gone" for worker, (kind, _) in self._now.items()}
         for worker in map(int, plan.get("spares", ())):
             if kinds.get(worker) != "left":
@@ -198,7 +198,7 @@ class _Workers:
 
 
 def svg(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
-    """Return the picture; empty if there is nothing to show."""
+    """Return the picture as SVG; empty if there are no stretches."""
     if not found:
         return ""
     axis = Axis(*_span(found))
@@ -259,7 +259,7 @@ def legend(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Key]:
 
 
 def in_words(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
-    """Return an alternative text for the picture."""
+    """Return the picture's alternative text."""
     last = {stretch.worker: stretch.kind for stretch in found}
     ends = Counter(last.values())
     counts = [f"{ends[kind]} {_short(kind)}" for kind in KINDS if ends[kind] or kind in _ALWAYS]
@@ -290,9 +290,9 @@ def _ever(kind: str, found: Sequence[Stretch]) -> str:
 
 _TRAINING = 1
 _COORDINATORS = 2
-"""Lane of coordinator 0; the others follow."""
+"""Lane of the first coordinator; the lanes of the other coordinators follow."""
 _RUN, _WORKERS = 1, 2
-"""Groups of lanes, the processes of the format, whose threads are lanes.  Not every viewer shows group 0."""
+"""Groups of lanes: "processes" of the trace format, their lanes are its "threads".  Some viewers hide group 0."""
 _MOMENTS = ("fault", "revoke", "exception", "give_up", "stalled", "lead", "stop")
 Entry = Mapping[str, Any]
 
@@ -336,7 +336,7 @@ def _recoveries(workers: Sequence[Event]) -> Iterator[Entry]:
             yield recovery
             for name, seconds in phases.items():
                 phase = _span_of(_RUN, _TRAINING, name, begun, begun + seconds, {})
-                # After rounding, it must not end after the recovery.
+                # After rounding, a phase must not end after the recovery.
                 yield {**phase, "dur": min(phase["dur"], recovery["ts"] + recovery["dur"] - phase["ts"])}
                 begun += seconds
         elif event["event"] in ("plan", "checkpoint", "start", "end"):
@@ -348,7 +348,7 @@ def _coordinators(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator
     for event in events:
         lane = lanes[event["file"]]
         details = {name: value for name, value in event.items() if name not in ("time", "mono")}
-        if event["event"] == "listening":  # another launch, whose epochs start again
+        if event["event"] == "listening":  # another launch begins, and its epochs start again
             opened = {key: begun for key, begun in opened.items() if key[0] != event["file"]}
         if event["event"] == "revoke":
             opened[event["file"], event.get("epoch")] = event["time"]

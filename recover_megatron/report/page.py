@@ -1,6 +1,6 @@
 """Report of a run as one self-contained HTML page: the verdict first, then pictures, then tables.
 
-``page.html`` is its template, which escapes everything; this module computes its contents.
+``page.html`` is the template, which escapes all values; this module computes the values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
 MOST = 30
-"""Most losses whose neighbouring iterations are shown: the longest recoveries."""
+"""Largest number of losses (those with the longest recoveries) around which iterations are shown."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: frozenset[str] = frozenset()
-    """Columns that are aligned as numbers."""
+    """Names of the columns that are aligned as numbers."""
 
 
 def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) -> Table | None:
-    """Return the microbatches that each replica counted in the iteration of each loss, and in its neighbours.
+    """Return the microbatches that each replica counted in each iteration with a loss, and in its neighbours.
 
-    Additional microbatches of a replica are not marked: compare with the iteration before.
+    Microbatches that a replica took over are not marked; readers find them by comparing with the iteration before.
     """
     known = {step.iteration: step for step in steps}
     losses = [r for r in recoveries if r.iteration is not None and r.lost_workers]
@@ -60,7 +60,7 @@ def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) ->
 
 
 def ids_in_runs(ids: Sequence[int]) -> str:
-    """Return ids in ascending order, runs of three or more in short: ``0, 4, 8-11``."""
+    """Return ``ids`` as text in ascending order, three or more consecutive ids as a range: ``0, 4, 8-11``."""
     runs: list[list[int]] = []
     for j in sorted(ids):
         if runs and j == runs[-1][1] + 1:
@@ -72,7 +72,7 @@ def ids_in_runs(ids: Sequence[int]) -> str:
 
 
 def checkpoints(events: Sequence[Event]) -> Table | None:
-    """Return the complete checkpoints, in the order of time."""
+    """Return a table of the last complete checkpoints, in the order of time; None if there are none."""
     rows = [
         [str(event["saved"]), _date(event["time"]), str(event.get("folder", ""))]
         for event in events
@@ -82,9 +82,9 @@ def checkpoints(events: Sequence[Event]) -> Table | None:
 
 
 _REFRESH = 30
-"""Seconds after which a browser reloads the page of a running run."""
+"""Seconds after which a browser reloads the page, unless the run has ended."""
 _MAX_ROWS = 500
-"""Most rows of a table; a run with more faults shows the longest recoveries."""
+"""Largest number of rows of a table; of more recoveries, the longest are shown."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Report:
     coordinators: Sequence[Event] = ()
     """Events of the coordinators, in the order of time."""
     spent: Sequence[Account] = ()
-    """Accounts of the wall-clock time."""
+    """Accounts of the wall-clock time, in the order of time."""
 
 
 def page(report: Report, pictures: Mapping[str, Path]) -> str:
@@ -144,7 +144,7 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
 
 
 def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
-    """Return recoveries, rollbacks and snapshots in memory, for the lanes; ``events``: of training workers."""
+    """Return marks for the lanes: recoveries, rollbacks and snapshots in memory; ``events``: of training workers."""
     recoveries = [
         Mark(r.time, f"iteration {_maybe(r.iteration)}: {'; '.join(r.causes) or 'a change'}; {_ms(r.total)}")
         for r in past.recoveries
@@ -166,7 +166,7 @@ def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
 
 
 def told(report: Report) -> defaultdict[str, str]:
-    """Return an alternative text for each picture, by its title."""
+    """Return title -> alternative text of the picture; empty text for other titles."""
     words: defaultdict[str, str] = defaultdict(str)
     if steps := report.run.steps:
         losses = [step.loss for step in steps if step.loss is not None]
@@ -186,7 +186,7 @@ def told(report: Report) -> defaultdict[str, str]:
 
 
 def _verdicts(report: Report) -> list[tuple[str, str, str]]:
-    """Return the verdicts about the run: CSS class, word, sentence."""
+    """Return the verdicts about the run, each as (CSS class, heading, sentence)."""
     steps = report.run.steps
     if (missing := report.violations) and not failed(missing):
         bars = [("open", "AUDIT INCOMPLETE", in_short(missing))]

@@ -21,7 +21,7 @@ from recover_megatron.run_log.steps import StepRecord
 MAX_BARS = 30
 _MAX_COLUMNS = 600
 _MAX_LINES = 40
-"""Most changes of the replicas that are marked: more lines would hide the curve."""
+"""Largest number of changes of the replicas that are marked; more lines would hide the curve."""
 _RUN, _REFERENCE, _CHANGE = "tab:blue", "0.55", "tab:red"
 _PHASE_COLOURS = {
     "rendezvous": "#ff9f40",
@@ -33,16 +33,16 @@ _PHASE_COLOURS = {
 }
 
 NO_PLOT = "none: matplotlib is not installed: pip install 'recover-megatron[plot]'"
-"""Text in place of pictures without matplotlib."""
+"""Text that is printed in place of the pictures if matplotlib is missing."""
 
 
 def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[float]) -> bool:
-    """Draw a figure of stacked axes, of ``heights`` inches, and write it.  Return False without matplotlib."""
+    """Draw a figure of stacked axes, of ``heights`` inches, to ``path``.  Return False if matplotlib is missing."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
         return False
-    matplotlib.use("agg")  # no display
+    matplotlib.use("agg")  # a backend that needs no display
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(
         len(heights), figsize=(9, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
@@ -88,7 +88,7 @@ def draw_difference(axes: Any, comparison: Comparison) -> None:
 
 
 def draw_replicas(axes: Any, steps: Sequence[StepRecord]) -> None:
-    """Draw the number of replicas that counted microbatches."""
+    """Draw the number of replicas that counted microbatches in each iteration."""
     axes.step([s.iteration for s in steps], [s.replicas for s in steps], where="post", color=_RUN, linewidth=1.5)
     axes.set(ylabel="replicas")
     axes.set_ylim(0, max((s.replicas for s in steps), default=1) * 1.15)
@@ -97,7 +97,10 @@ def draw_replicas(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
-    """Draw microbatches by replica and iteration, as colours; white: none.  In a long run, a column is a mean."""
+    """Draw the microbatches of each replica and iteration as colours; white: none.
+
+    In a long run, a column is the mean of several iterations.
+    """
     replicas = sorted({replica for step in steps for replica in step.microbatches})
     width = math.ceil(len(steps) / _MAX_COLUMNS) or 1
     columns = [steps[at : at + width] for at in range(0, len(steps), width)]
@@ -116,7 +119,7 @@ def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
 def draw_recoveries(axes: Any, recoveries: Sequence[RecoveryRecord]) -> None:
     """Draw a stacked bar of the phases for each recovery, in milliseconds; at most the longest `MAX_BARS`.
 
-    ``detect`` is written, not drawn: a hang is noticed after seconds, which would dwarf everything else.
+    The time of ``detect`` is written next to the bar: a hang takes seconds to detect, which would dwarf other phases.
     """
     shown = sorted(recoveries, key=lambda r: r.total, reverse=True)[:MAX_BARS]
     shown.sort(key=lambda r: r.time)

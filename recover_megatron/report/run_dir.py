@@ -24,7 +24,7 @@ from recover_megatron.run_log.steps import (
     violations,
 )
 
-# Megatron only prints it; no file has it in a better form.
+# Megatron only prints the validation loss; no file has it in a better form.
 _EVALUATION = re.compile(
     rb"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: ([0-9.E+-]+|nan|inf)", re.IGNORECASE
 )
@@ -42,9 +42,9 @@ class RecordedRun:
     steps: list[StepRecord]
     """Steps in the order of their iterations, without lines that a crash has cut or damaged."""
     corpus: dict[str, Any] | None
-    """Content of corpus.json from scripts/prepare_corpus.py."""
+    """Content of corpus.json from scripts/prepare_corpus.py; None if the file is missing or damaged."""
     workers: list[dict[str, Any]]
-    """Content of workers.json from recover-run: an object for each worker; empty: no such file."""
+    """Content of workers.json from recover-run, an object for each worker; empty if the file is missing or damaged."""
     settings: dict[str, Any]
     """Content of run.json from scripts/quickstart.sh; empty for other runs."""
     evaluations: dict[str, dict[int, float]]
@@ -52,17 +52,20 @@ class RecordedRun:
     events: tuple[list[Event], list[Event], list[Event]] = ([], [], [])
     """Events of workers, of coordinators and of fault injection, each in the order of time."""
     spoiled: list[str] = field(default_factory=list)
-    """Unreadable lines, as file:line, and unreadable files, which were left out."""
+    """Lines (as file:line) and files that were left out because they are unreadable."""
     after_spoiled: dict[str, int] = field(default_factory=dict)
-    """Damaged line of steps.jsonl -> the last iteration before it."""
+    """Damaged line of steps.jsonl, as file:line -> the last iteration before this line."""
 
     @property
     def rollbacks(self) -> list[Event]:
-        """Return the events of the rollbacks, in order: ``to``, ``lost``, ``tier``."""
+        """Return the events of the rollbacks, in order, with the fields ``to``, ``lost`` and ``tier``."""
         return [event for event in self.events[0] if event["event"] == "rolled back"]
 
     def audit(self, microbatches: int | None = None) -> list[str]:
-        """Return a sentence for each error or missing iteration; ``microbatches``: per iteration, if known."""
+        """Return a sentence for each error and each range of missing iterations; empty if all microbatches are right.
+
+        ``microbatches``: number per iteration, if known.
+        """
         found = violations(self.steps, microbatches or self.settings.get("microbatches"))
         begun, ended = last_launch(self.events[0])
         if not self.steps:
@@ -73,7 +76,7 @@ class RecordedRun:
         has_events = (self.folder / EVENTS_FILE).exists()  # else only steps.jsonl was copied
         if has_events and (missing := lost_before(first, self.events[0])):
             found.insert(0, not_shown(first.iteration - missing, first.iteration - 1))
-        elif first.iteration > 1 and 0 in self.after_spoiled.values():  # lines of an earlier launch
+        elif first.iteration > 1 and 0 in self.after_spoiled.values():  # the damaged lines are of an earlier launch
             found.insert(0, not_shown(1, first.iteration - 1))
         if (next_one := max(last.iteration + 1, begun)) <= ended:
             found.append(not_shown(next_one, ended))
@@ -83,17 +86,17 @@ class RecordedRun:
 
     @property
     def microbatches(self) -> int:
-        """Return the microbatches per iteration: from the settings, else from the steps."""
+        """Return the number of microbatches per iteration, from the settings or else from the steps."""
         return self.settings.get("microbatches") or microbatches_per_iteration(self.steps)
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Return nats per token of the validation text, given only the byte frequencies of the training text."""
+        """Return the validation loss, nats per token, of a model that knows only the training text's byte counts."""
         return None if self.corpus is None else float(self.corpus["unigram_entropy_nats"]["valid_under_train"])
 
 
 def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
-    """Return first and last iteration of the last launch, by its ``start`` and ``end``; last is 0 without an end."""
+    """Return the first and the last iteration of the last launch, from its events; last is 0 if it has no ``end``."""
     begun, ended = 1, 0
     for event in workers:
         if event["event"] == "start":
@@ -104,22 +107,23 @@ def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
 
 
 def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
-    """Return the number of iterations before ``first``, the first remaining line of steps.jsonl (log rotation).
+    """Return the number of iterations that steps.jsonl has lost before its first line ``first`` (by log rotation).
 
-    They belong to its launch, or to an earlier one, whose lines a resumed launch keeps.  Without a ``start`` event, the
-    launch is assumed to have started at iteration 1.
+    The lost lines are of the same launch or of an earlier launch, since a resumed launch keeps earlier lines.  Without
+    a ``start`` event, the launch is assumed to have started at iteration 1.
     """
     starts = [event for event in workers if event["event"] == "start"]
     expected = first.iteration - first.skipped
     begun = [start for start, made in _iterations_made(workers) if start <= made < expected]
-    if not any(event.get("iteration") == expected for event in starts):  # regardless of the hosts' clocks
+    # Iterations are compared before times, because the hosts' clocks may differ.
+    if not any(event.get("iteration") == expected for event in starts):
         starts = [event for event in starts if event["time"] <= (first.time or math.inf)] or starts[:1]
         begun.append(int(starts[-1].get("iteration", 1)) if starts else 1)
     return expected - min([expected, *begun])
 
 
 def _iterations_made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Yield, for each ``checkpoint`` and ``end``, first iteration of its launch and last iteration by then."""
+    """Yield (first iteration of the launch, last iteration so far) for each event ``checkpoint`` and ``end``."""
     begun = None
     for event in workers:
         if event["event"] == "start":
@@ -161,7 +165,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
 
 
 def _json[Content: (list[Any], dict[str, Any])](path: Path, kind: type[Content], spoiled: list[str]) -> Content | None:
-    """Return the content of the file; None if it is missing, or damaged: then add its name to ``spoiled``."""
+    """Return the content of the file; None if it is missing or damaged.  Add a damaged file's name to ``spoiled``."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -186,18 +190,18 @@ def _evaluations(folder: Path) -> dict[str, dict[int, float]]:
 
 
 GROWN = 1e-2
-"""Largest relative difference of a loss that accumulated rounding can explain."""
+"""Limit of the loss's relative difference from the reference; accumulated rounding can reach it."""
 TOLERANCE = 1e-4
-"""Limit right after a change of the replicas, unless the losses differed before."""
+"""Limit of that difference for ``SOON`` iterations after a change of the replicas, if the losses were equal before."""
 SOON = 10
-"""Number of iterations with this limit, including the one with the change."""
+"""Number of iterations for which ``TOLERANCE`` applies, including the iteration with the change."""
 ROUGH = 10
-"""Factor of the limit after the first of them, in 16 bits or fewer."""
+"""Factor of ``TOLERANCE`` after the first of these iterations, if the model computes in 16 bits or fewer."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Value of one iteration in both runs."""
+    """Values of a quantity in one iteration of the run and of the reference."""
 
     iteration: int
     run: float
@@ -216,7 +220,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Common iterations of two runs, and their differences."""
+    """Result of a comparison of two runs over their common iterations."""
 
     iterations: int
     """Number of common iterations."""
@@ -224,24 +228,24 @@ class Comparison:
     """Differences of the loss, in order, without iterations that either run skipped."""
     grad_norms: list[Difference]
     unlike: list[str]
-    """Differences that rounding cannot explain, a sentence each: samples, steps that only one skipped, losses."""
+    """Sentences about differences that rounding cannot explain: samples, losses, steps that only one run skipped."""
 
     @property
     def worst_loss(self) -> Difference | None:
-        """Return the largest relative difference of the loss; the first of equal ones."""
+        """Return the (first) largest relative difference of the loss; None without common losses."""
         return max(self.losses, key=lambda difference: difference.relative, default=None)
 
     @property
     def worst_grad_norm(self) -> Difference | None:
-        """Return the largest relative difference of the grad norm; the first of equal ones."""
+        """Return the (first) largest relative difference of the grad norm; None without common norms."""
         return max(self.grad_norms, key=lambda difference: difference.relative, default=None)
 
 
 def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
     """Return why ``reference`` is not a run of the same training as ``run``; empty if it may be.
 
-    Another batch size shows in the samples and microbatches of common iterations; other data show in a loss of the
-    first common iteration that rounding cannot explain.
+    In the first common iteration, another batch size changes the samples and microbatches, and other data change the
+    loss by more than rounding.
     """
     pairs = _pairs(run, reference)
     if not pairs:
@@ -268,7 +272,7 @@ def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
 def compare(
     run: Sequence[StepRecord], reference: Sequence[StepRecord], tolerance: float = TOLERANCE, *, rough: bool = False
 ) -> Comparison:
-    """Compare two runs; ``tolerance``: of the loss, relative, right after a change of the replicas.
+    """Compare two runs; ``tolerance``: the loss's largest relative difference right after a change of the replicas.
 
     ``rough``: the model computes in 16 bits or fewer.
     """
@@ -299,10 +303,11 @@ def compare(
 def _limits(
     pairs: Sequence[tuple[StepRecord, StepRecord]], off: Mapping[int, float], tolerance: float, later: int
 ) -> dict[int, float]:
-    """Return the largest relative difference of the loss that rounding explains, by iteration.
+    """Return iteration -> largest relative difference of the loss that rounding explains.
 
-    Right after a change of the replicas, in either run, it is ten times the difference before, at least ``tolerance``;
-    after the first iteration, whose parameters are still the same, at least ``later`` times ``tolerance``.
+    For ``SOON`` iterations after a change of the replicas in either run, the limit is ten times the largest recent
+    difference before the change, but at least ``tolerance`` in the first iteration, whose parameters are still the
+    same, and ``later`` times ``tolerance`` in the others.
     """
     limits: dict[int, float] = {}
     recent: deque[float] = deque(maxlen=SOON)

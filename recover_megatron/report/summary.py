@@ -1,4 +1,4 @@
-"""Summary of a run in a dozen lines of text; samples per second of each iteration, and by the number of replicas."""
+"""Summary of a run in a dozen lines of text; throughput of each iteration, and for each number of replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.run_log.steps import NOT_SHOWN, StepRecord, samples_per_microbatch
 
 _LAST = 10
-"""Iterations over which the summary averages the training loss, which is noisy."""
+"""Number of last iterations over which the summary averages the training loss, because it is noisy."""
 
 _CHANGES = 8
-"""Most changes of the number of replicas, and most damaged lines, that are listed one by one."""
+"""Largest number of changes of the replicas, and of damaged lines, that are listed one by one."""
 
 
 def summary(run: RecordedRun, violations: Sequence[str], spent: Sequence[Account] = ()) -> str:
@@ -74,10 +74,10 @@ def _replicas(steps: Sequence[StepRecord]) -> str:
 
 
 def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
-    """Describe the iterations that were run twice; the rows above count only their last run."""
+    """Describe the rollbacks and the iterations run again; the other rows count only the last run of an iteration."""
     lost = sum(rollback["lost"] for rollback in rollbacks)
     to = ", ".join(f"to {back['to']} from {back['tier']} ({repeated(back)})" for back in rollbacks)
-    kept = "; their first runs: steps.jsonl.1, ..." if lost else ""  # else no old file was kept
+    kept = "; their first runs: steps.jsonl.1, ..." if lost else ""  # if no iteration was lost, no old file was kept
     return f"{to}; {lost} iteration{'s' * (lost != 1)} lost{kept}"
 
 
@@ -90,7 +90,7 @@ def repeated(rollback: Mapping[str, Any]) -> str:
 
 
 def _workers(workers: Sequence[dict[str, Any]]) -> str:
-    """Count the workers by their ends, and list those that did not finish."""
+    """Count the workers by their final states, and list the workers that did not finish."""
     states: dict[str, list[str]] = {}
     for worker in workers:
         states.setdefault(str(worker.get("state")), []).append(str(worker.get("worker_id")))
@@ -128,12 +128,12 @@ def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
 
 
 def failed(violations: Sequence[str]) -> list[str]:
-    """Return the sentences about errors, without those about iterations that are only not shown."""
+    """Return only the sentences about errors, without the sentences about iterations that are merely not shown."""
     return [text for text in violations if NOT_SHOWN not in text]
 
 
 def left_out(spoiled: Sequence[str]) -> str:
-    """Describe the lines that could not be read: number and places."""
+    """Return a text with the number and the places of the lines that could not be read."""
     which = ", ".join(spoiled[:_CHANGES]) + (", ..." if len(spoiled) > _CHANGES else "")
     return f"{len(spoiled)} damaged line{'s' * (len(spoiled) != 1)} (NUL bytes, half a line, or two mixed): {which}"
 
@@ -143,9 +143,9 @@ def in_short(violations: Sequence[str]) -> str:
 
 
 def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
-    """Return (iteration, samples per second of its compute time) for all iterations with known samples.
+    """Return (iteration, samples per second) for each iteration whose number of samples is known.
 
-    The samples of the first iteration, and of an iteration after a gap, are counted from its microbatches.
+    For the first iteration, and an iteration after a gap, that number is computed from the microbatches.
     """
     usual = samples_per_microbatch(steps)
     found = []
@@ -163,21 +163,21 @@ def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Level:
-    """Throughput with one number of replicas."""
+    """Throughput of all iterations with the same number of replicas."""
 
     replicas: int
     iterations: int
     seconds: float
-    """Median time of an iteration."""
+    """Median time of an iteration, in seconds."""
     samples_per_second: float
-    """Median rate."""
+    """Median of the samples per second."""
 
 
 def levels(steps: Sequence[StepRecord]) -> list[Level]:
-    """Return the throughput by number of replicas, the largest number first.
+    """Return the throughput for each number of replicas, the largest number first.
 
-    An iteration in which the number changed is left out: its time includes a recovery.  So is the first iteration,
-    which warms up, if there are others.
+    Iterations in which the number changed are left out, because their time includes a recovery.  The first iteration,
+    a warm-up, is left out unless it is the only one.
     """
     rate = dict(rates(steps))
     groups: dict[int, list[StepRecord]] = {}

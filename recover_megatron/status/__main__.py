@@ -1,7 +1,7 @@
 """``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: the status of a running job, from its coordinator.
 
-Exit status: 0, also if the run turns out to have ended; 1 if no coordinator answers; 2 for a wrong address or secret.
-With ``--check``: the codes of monitoring (``headline.Level``), with ``drain``: those of ``DrainExit``.
+Exit status: 0, also if the run has already ended; 1 if no coordinator answers; 2 for a wrong address or secret.
+With ``--check``, the exit status is a ``headline.Level`` (as of monitoring plugins); with ``drain``, a ``DrainExit``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of an interrupted ``drain``, whose code 0 means that the node may be switched off."""
 PATIENCE_SECONDS = 30.0
-"""Seconds without any answer after which a live view ends: a new coordinator leads sooner, or never."""
+"""Seconds without any answer after which a live view or ``drain`` gives up; an election would be over by then."""
 SHORTEST_INTERVAL = 0.5
-"""Seconds; a coordinator refuses an observer that asks more often."""
+"""Smallest ``--interval``, in seconds: a coordinator refuses an observer that asks more often."""
 PAUSE_SECONDS = 0.5
 """Seconds between two requests of ``drain``."""
 
@@ -44,7 +44,7 @@ class DrainExit(IntEnum):
     DRAINED = 0
     """The node may be switched off."""
     REFUSED = 3
-    """Nothing has changed; or, for a host, some of its nodes are drained and others stay."""
+    """The drain is refused, and nothing has changed; if NODE is a host, some nodes of the host may be drained."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="drain NODE",
         help="make the workers of NODE (a node as named in the view, or a host) leave the run at the next iteration "
-        "without losing a step, and wait until NODE may be switched off: exit code 0; 3: the run cannot do without it",
+        "without losing a step, and wait until NODE may be switched off (exit code 0; 3: the run needs NODE)",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print one view and exit")
@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--coordinators",
         action="store_true",
         help="print the addresses of all candidates that the folder names, in the format of recover-run --join "
-        "(--recover-coordinator), without a request, and exit",
+        "(--recover-coordinator), without asking a coordinator, and exit",
     )
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between views (default: 1)")
     parser.add_argument("--secret-file", type=Path, metavar="PATH", help="file with the job's secret; mode 0600")
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         code = _show(source, args)
-        sys.stdout.flush()  # here, where it may fail
+        sys.stdout.flush()  # here, where an OSError is handled
         return code
     except AuthenticationError as error:
         message = f"{error}; set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} to the secret of the run"
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _print_no_more()
         return EXIT_NOBODY if args.drain else 0
-    except OSError as error:  # a file of the folder, or the output
+    except OSError as error:  # from a file of the folder, or from the output
         _print_no_more()
         return _refuse(str(error), Level.UNKNOWN if args.check else EXIT_NOBODY)
     finally:
@@ -167,13 +167,13 @@ def _show(source: Source, args: argparse.Namespace) -> int:
 
 
 def _print_no_more() -> None:
-    """Redirect stdout to /dev/null: its unwritten data would fail again when the interpreter exits."""
-    with contextlib.suppress(OSError):  # no descriptor
+    """Redirect stdout to /dev/null, because a flush of its buffer would fail again when the interpreter exits."""
+    with contextlib.suppress(OSError):  # stdout has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(reason: str, code: int, *, check: bool = False) -> int:
-    """Print why there is nothing to show; return the exit status.  ``check``: in the format of monitoring."""
+    """Print why there is nothing to show; return the exit status.  ``check``: as monitoring plugins do."""
     if check:
         print(f"UNKNOWN: {reason}")
         return Level.UNKNOWN
@@ -184,22 +184,22 @@ def _refuse(reason: str, code: int, *, check: bool = False) -> int:
 def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, say: Callable[[str], None]) -> DrainExit:
     """Ask to drain ``node`` (or all nodes of a host of that name), and report progress until the outcome is known.
 
-    ask -> asked, moving: a line for each change -> drained: it may be switched off
-                                               |--> refused: why; for a host: which of its nodes
-                                               '--> the run ends: it may be switched off, too
+    ask -> asked, moving: a line for each change -> drained: the node may be switched off
+                                               |--> refused: the reason; if ``node`` is a host, also by node
+                                               '--> the run ends: the node may be switched off, too
 
-    The coordinator that was asked may be lost before the run's members know the request; the next one shows nothing
-    about the node then, and is asked again.  Ctrl-C ends the command and withdraws nothing.
+    If a coordinator is lost before the run's members know the request, the next coordinator does not list the node,
+    so the request is sent again.  Ctrl-C ends the command but does not withdraw the request.
 
-    ``look``: returns the status now, after asking to drain a node if one is given.  Raises ``NoAnswer`` or
-    ``AuthenticationError`` if no coordinator answers for ``patience`` seconds, or the first one refuses the secret, and
-    what else ``look`` raises.
+    ``look(name)`` asks to drain ``name``, unless it is None, and returns the status.  Raises ``NoAnswer`` or
+    ``AuthenticationError`` if no coordinator answers for ``patience`` seconds, ``AuthenticationError`` also if the
+    secret is refused before the first answer, and any other exception of ``look``.
     """
     last, silent_since, known, answered = "", None, False, False
     while True:
         try:
             status = look(None if known else node)
-        except (NoAnswer, AuthenticationError) as error:  # once answered, our secret is right
+        except (NoAnswer, AuthenticationError) as error:  # after the first answer, the secret is known to be right
             silent_since = silent_since or time.monotonic()
             refused = isinstance(error, AuthenticationError) and not answered
             if refused or time.monotonic() - silent_since > patience:
@@ -221,7 +221,7 @@ def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, s
 
 
 def _progress(node: str, rows: list[DrainStatus]) -> tuple[str, DrainExit | None]:
-    """Return the message about a node, and the exit code if the drain is decided."""
+    """Return the message about ``node``, and the exit code; None while the drain is under way."""
     if not rows:
         return "", None
     running = [row for row in rows if row.state in ("asked", "moving")]
@@ -235,7 +235,7 @@ def _progress(node: str, rows: list[DrainStatus]) -> tuple[str, DrainExit | None
         if not drained:
             return f"{node} is not drained, and nothing has changed: {refused[0].reason}", DrainExit.REFUSED
         stays = ". ".join(f"{row.node} stays: {row.reason}" for row in refused)
-        return f"{node} is not completely drained. {stays}. {drained} is drained", DrainExit.REFUSED
+        return f"{node} is not completely drained. {stays}. Drained: {drained}", DrainExit.REFUSED
     return f"{node} is drained: it may be switched off", DrainExit.DRAINED
 
 

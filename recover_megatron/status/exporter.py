@@ -1,14 +1,15 @@
-"""Process that exports a run's status: to Prometheus, node-exporter's textfile, and a command for events.
+"""Process that exports a run's status to Prometheus or a node-exporter textfile, and its events to a user's command.
 
-recover-run starts it next to the coordinator if a flag asks for any of these, and notifies it through a pipe when the
-launch ends. It asks the coordinator as an observer and reads the log folder, so it never delays the training.
+recover-run starts this process next to the coordinator if a flag asks for any of these exports, and notifies it through
+a pipe when the launch ends. The process asks the coordinator as an observer and reads the log folder, so it never
+delays the training.
 
     every ``INTERVAL``:  look, read --> registry (served by HTTP), textfile (replaced), events (to the command)
-    data in the pipe:    the same once more, then the end; signals, which may be meant for the workers, are ignored
+    data in the pipe:    one last export, then exit; signals are ignored, because they may be meant for the workers
 
-The command gets one event at a time, as a JSON object on its stdin.  It is killed, with its whole process group, after
-``SECONDS``; if ``MOST`` events wait for it, further ones are dropped.  A log line reports that once, and again
-only after the queue was empty; a fault of the command is reported again only after a success or another fault.
+The command runs once for each event, and gets the event as a JSON object on stdin.  After ``SECONDS`` the command is
+killed with its process group.  While ``MOST`` events wait, further events are dropped; a log line reports this once,
+and again only after the queue was empty.  A fault of the command is logged again only after a success or another fault.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ INTERVAL = 2.0
 ANSWER_SECONDS = 2.0
 SECONDS = 30.0
 LAST_SECONDS = 3.0
-"""Seconds that the command may take, at the end, for the remaining events."""
+"""Seconds that the command may take for the remaining events after the launch has ended."""
 MOST = 1000
 UNTOLD = (
     "commit", "attached", "join", "spawned", "witness", "complaint", "listening", "unproved_closed",
 )  # fmt: skip
-"""Events of every run and every second, which the command does not get."""
+"""Events that the command does not get, because they occur in every run or every second."""
 
 
 class EventHook:
-    """Runs the command.  ``say``, in any thread, logs faults."""
+    """Runner of the user's command.  ``say`` logs faults; several threads call it."""
 
     def __init__(self, command: str, say: Callable[[str], None], seconds: float = SECONDS) -> None:
-        """``command``: words as a shell would split them; no shell runs them.  Raises ValueError if there are none."""
+        """``command``: words as a shell would split them; no shell runs them.  Raises ValueError if it has no words."""
         self._words = shlex.split(command)
         if not self._words:
             raise ValueError("--recover-on-event names no command")
@@ -83,7 +84,7 @@ class EventHook:
             self._full = True
 
     def close(self, seconds: float) -> None:
-        """Accept no more events; wait for the remaining ones, ``seconds`` at most."""
+        """Wait at most ``seconds`` until the command has handled the queued events; ``put`` must not follow."""
         with suppress(queue.Full):
             self._events.put_nowait(None)
         self._thread.join(seconds)
@@ -101,7 +102,7 @@ class EventHook:
             self._complaint = complaint
 
     def _call(self, data: bytes) -> str:
-        """Run the command; return the fault, or empty.  Raises OSError if it cannot be started."""
+        """Run the command; return its fault, or "" if it succeeded.  Raises OSError if it cannot be started."""
         process = subprocess.Popen(
             self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -148,7 +149,7 @@ class Exporter:
                 log.warning(f"--recover-metrics {where}:{port}: no metrics are served ({error.strerror or error})")
 
     def look(self, *, last: bool = False) -> None:
-        """Export the status once; ``last``: the run may have ended, and its coordinator with it."""
+        """Export the status once.  ``last``: the launch has ended, so perhaps no coordinator answers any more."""
         status = self._status(last)
         self._history.read()
         if status is not None:
@@ -167,7 +168,7 @@ class Exporter:
 
     def _status(self, last: bool) -> RunStatus | None:
         if self._over is not None:
-            return self._over  # a candidate that does not lead may be left, and does not know the end
+            return self._over  # a candidate that never led may still answer, without knowing of the end
         if last and (over := ending(self._folder) or self._launcher_end()) is not None:
             self._over = over
             return over
@@ -179,7 +180,7 @@ class Exporter:
         return status
 
     def _launcher_end(self) -> RunStatus | None:
-        """Return the end of the launch, if the launcher caused it."""
+        """Return the end of the launch, if the launcher caused it and reported it on the pipe; else None."""
         how = json.loads(os.read(self._end_fd, 1 << 16) or "null")
         return how and RunStatus(str(self._folder), "stopped", code=how["code"], reason=how["reason"])
 
@@ -191,8 +192,8 @@ class Exporter:
         draft = Path(f"{self._textfile}.{os.getpid()}")
         try:
             draft.write_bytes(generate_latest(self._registry))
-            with suppress(OSError):  # a file system without modes
-                draft.chmod(0o644)  # whatever the umask: node-exporter has a user of its own
+            with suppress(OSError):  # the file system has no modes
+                draft.chmod(0o644)  # whatever the umask, because node-exporter runs as another user
             draft.replace(self._textfile)
         except OSError as error:
             with suppress(OSError):
@@ -223,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--textfile", type=Path)
     parser.add_argument("--on-event", default="")
-    parser.add_argument("--end-fd", type=int, required=True, help="pipe on which the launcher reports its end")
-    for number in _SENT_TO_ALL:  # a function, so that the command inherits the defaults
+    parser.add_argument("--end-fd", type=int, required=True, help="pipe on which the launcher reports the end")
+    for number in _SENT_TO_ALL:  # no SIG_IGN, which the user's command would inherit
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     args = parser.parse_args(argv)
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that SLURM, for one, sends to every process of a step; the launcher decides when the run is over."""
+"""Signals to ignore: SLURM, for example, sends them to every process of a step; the launcher decides when to stop."""
 
 
 if __name__ == "__main__":

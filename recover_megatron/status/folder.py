@@ -1,10 +1,10 @@
-"""Contents of a log folder about its last launch: the addresses to ask, its end, the progress of its training.
+"""Reader of a log folder: coordinator addresses, end and training progress of the last launch into the folder.
 
-``events-<n>.jsonl`` begins, for each launch into the folder, with the address at which candidate n listens, and the
-file of the candidate that led ends with the end of the run. Files of candidates that joined an earlier run there are
-ignored.  ``launch.lock`` has the launcher's end: before the training begins no candidate leads, so none reports it.
+Each launch first writes to ``events-<n>.jsonl`` the address at which candidate n listens. The file of the candidate
+that led ends with the end of the run.  Files of candidates that joined an earlier run in this folder are ignored.
+``launch.lock`` records how the launcher ended: until the training begins no candidate leads, so none records an end.
 
-``History`` continues from where it read last; a line is read once it is complete.
+``History`` reads what was appended since its last reading, and a line only once the line is complete.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from recover_megatron.status.model import Gone, RunStatus, Training, printable
 
 CLAIM_FILE = "launch.lock"
 STOPPING_SECONDS = 1.0
-"""Seconds before the launcher's report that it stops within which an ended worker counts as stopped by it."""
+"""A worker that died at most this many seconds before the event ``stopping`` counts as stopped by the launcher."""
 SIGNALLED = 128
-"""Exit codes above it are of runs whose launchers were stopped by a signal."""
+"""Exit codes above this number mean that a signal stopped the launcher."""
 
 
 def candidates(folder: Path) -> str:
-    """Return ``HOST:PORT,HOST:PORT...`` of the last launch into ``folder``; raise ValueError if there was none."""
+    """Return the candidates of the last launch into ``folder``, as HOST:PORT,...; raise ValueError without a launch."""
     listening = [launch[0]["address"] for launch in _launches(folder) if "address" in launch[0]]
     if not listening:
         raise ValueError(f"{folder} has no events-<n>.jsonl of a coordinator: was it the --log-dir of a launch here?")
@@ -42,18 +42,18 @@ def candidates(folder: Path) -> str:
 
 
 def secret_file(folder: Path) -> Path | None:
-    """Return the secret that the launch generated, if it did: a launch removes the file of an earlier one."""
+    """Return the file with the secret that the last launch generated, if any; a launch removes an older such file."""
     path = folder / SECRET_FILE
     return path if path.exists() else None
 
 
 def ending(folder: Path) -> RunStatus | None:
-    """Return the end of the last launch into ``folder``; None if it is not recorded (it may run, or was killed)."""
+    """Return the end of the last launch into ``folder``; None if no end is recorded: it still runs, or was killed."""
     launches = _launches(folder)
     stops = [(record, launch) for launch in launches for record in launch if record["event"] == "stop"]
     if not stops:
         return _launcher_ended(folder)
-    # If a partition stopped one of two sides, the other is the run.
+    # If a partition stopped one of two sides, the end of the other side is the end of the run.
     stop, launch = max(
         stops, key=lambda stopped: (stopped[0].get("code") != EXIT_LOST_MAJORITY, stopped[0].get("time", 0.0))
     )
@@ -61,9 +61,9 @@ def ending(folder: Path) -> RunStatus | None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether the last launch into ``folder`` has made a plan, or an iteration, if its disk was full.
+    """Return whether the last launch into ``folder`` has recorded a plan or, if a full disk prevented that, a step.
 
-    Before its first iteration steps.jsonl and events.jsonl are files of an earlier launch.
+    Until a launch's first iteration, steps.jsonl and events.jsonl may still be files of an earlier launch.
     """
     launches = _launches(folder)
     if any(record["event"] == "plan" for launch in launches for record in launch):
@@ -76,7 +76,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def last_written(folder: Path) -> str:
-    """Return the age of the run's own logs, and the last iteration, as text."""
+    """Return a text with the age of the run's newest log file and the last iteration."""
     times = [path.stat().st_mtime for path in (*folder.glob(COORDINATOR_FILES), folder / STEPS_FILE) if path.exists()]
     iteration = _last_iteration(folder)
     last = f", with iteration {iteration} as the last" if iteration else ""
@@ -84,14 +84,14 @@ def last_written(folder: Path) -> str:
 
 
 def may_go_on(folder: Path) -> bool:
-    """Return whether the run may continue although a candidate recorded its end: one side of a partition has stopped,
-    and another candidate has recorded no end."""
+    """Return whether the run may continue although a candidate recorded an end: if the end is only of one side of a
+    partition, and another candidate has recorded no end."""
     ends = [next((r["code"] for r in launch if r["event"] == "stop"), None) for launch in _launches(folder)]
     return set(ends) == {None, EXIT_LOST_MAJORITY}
 
 
 def _launcher_ended(folder: Path) -> RunStatus | None:
-    """Return the end that the launcher of a one-node run recorded; with several nodes others may continue."""
+    """Return the end that a one-node run's launcher recorded; None with more nodes, whose launchers may continue."""
     try:
         claim = json.loads((folder / CLAIM_FILE).read_bytes())
         if not claim["ended"] or claim["nnodes"] != 1 or not isinstance(claim["code"], int):
@@ -109,14 +109,14 @@ def _ended(folder: Path, how: Mapping[str, Any], **fields: Any) -> RunStatus:
 
 
 def _details(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of ``RunStatus`` about the end of a launch, from its records."""
+    """Return the fields of ``RunStatus`` about an ended launch; ``stop``: the record of the end."""
     last: dict[str, Mapping[str, Any]] = {record["event"]: record for record in launch}
     workers = {record["worker"] for record in launch if record["event"] == "attached" and "worker" in record}
     gone: dict[int, Gone] = {}
     stopping = [record.get("time", 0.0) for record in launch if record["event"] == "stopping"]
-    # A worker's end and the launcher's report come by two connections, so either may be first.
+    # A worker's end and the launcher's report arrive on two connections, so either may be recorded first.
     since = min(stopping, default=math.inf) - STOPPING_SECONDS if stop.get("code", 0) > SIGNALLED else math.inf
-    errors: dict[int, str] = {}  # by worker: the exception that ended it
+    errors: dict[int, str] = {}  # worker id -> exception that ended the worker
     for record in launch:
         if record["event"] == "exception" and "worker" in record:
             errors[record["worker"]] = f"{printable(str(record.get('error', '')))}; "
@@ -125,7 +125,7 @@ def _details(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> di
             why = errors.get(record["worker"], "") + why
             fate = "stopped" if record.get("time", 0.0) >= since + STOPPING_SECONDS * (kind != "dead") else kind
             evicted = gone.get(record["worker"])
-            if evicted is None or evicted.fate != "out":  # the launcher kills an evicted worker
+            if evicted is None or evicted.fate != "out":  # skip the death of an evicted worker
                 gone[record["worker"]] = Gone(record["worker"], fate, host, why, _age(record.get("time", 0.0)))
     return {
         "epoch": last.get("plan", {}).get("epoch", 0),
@@ -142,7 +142,7 @@ def _age(unix_seconds: float) -> float:
 
 
 def _last_iteration(folder: Path) -> int:
-    """Return the newest committed iteration; 0: none is known, or the last launch has made none."""
+    """Return the newest committed iteration; 0 if none is known, or the last launch has committed none."""
     if not has_begun(folder):
         return 0
     try:
@@ -153,7 +153,7 @@ def _last_iteration(folder: Path) -> int:
 
 
 def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
-    """Return, by candidate, in order, the records of its last launch."""
+    """Return, for each candidate in the order of the numbers, the records of the candidate's last launch."""
     numbers = [path.stem.removeprefix("events-") for path in folder.glob(COORDINATOR_FILES)]
     launches: list[list[Mapping[str, Any]]] = []
     begun = math.inf  # when the last launch began
@@ -161,7 +161,7 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
         path = folder / f"events-{number}.jsonl"
         launch: list[Mapping[str, Any]] = []
         for line in path.read_bytes().split(b"\n"):
-            record = line_object(line)  # none: corrupted, or being written
+            record = line_object(line)  # None: the line is corrupt or incomplete
             if record is not None and "event" in record:
                 if record["event"] == "listening":
                     launch = []
@@ -171,7 +171,7 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
         if number < FIRST_JOINED:
             begun = min(begun, launch[0].get("time", 0.0))
         elif begun < math.inf and launch[-1].get("time", 0.0) < begun:
-            continue  # of an earlier run
+            continue  # the file is of an earlier run
         launches.append(launch)
     return launches
 
@@ -179,13 +179,13 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
 REPEATED = ("lead", "plan")
 """Events that a coordinator writes again into a file that was emptied or recreated."""
 RECENT = 20
-"""Iterations over which the pace is measured."""
+"""Number of last iterations over which the pace is averaged."""
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RecentStep:
-    """A committed iteration, without its microbatches."""
+    """Committed iteration, without the lists of its microbatches."""
 
     iteration: int
     loss: float | None
@@ -202,17 +202,17 @@ class History:
         self._steps, self._events = Lines(folder / STEPS_FILE), Lines(folder / EVENTS_FILE)
         self._coordinators: dict[Path, Lines] = {}
         self._last_of: dict[tuple[Path, str], Record] = {}
-        """The last event of each kind in a coordinator's file."""
+        """(Coordinator's file, kind of event) -> last such event."""
         self.start: Record | None = None
-        """The event of the training's start."""
+        """Last event ``start`` of the training; None: not yet."""
         self._forget_steps()
         self._forget_events()
         self.news: list[Record] = []
-        """Events since the last call of ``read``, of workers and coordinators, each with the name of its ``file``."""
+        """Events of workers and coordinators that the last ``read`` found, each with the name of its ``file``."""
         self.last_time = 0.0
-        """Time of the newest event, in unix seconds: the end of a run that has ended."""
-        self._steps_written = 0.0  # when steps.jsonl was, in unix seconds
-        self._step_time: float | None = None  # of the last step, by its writer's clock
+        """Time of the newest event, in unix seconds; in an ended run, the time of the end."""
+        self._steps_written = 0.0  # modification time of steps.jsonl, unix seconds
+        self._step_time: float | None = None  # time of the last step, by its writer's clock
         self._event_time = 0.0  # time of the training's newest event, by its writer's clock
 
     def _forget_steps(self) -> None:
@@ -222,7 +222,7 @@ class History:
 
     def _forget_events(self) -> None:
         self.recovered: list[tuple[float, Sequence[int]]] = []
-        """Survived losses of replicas: when each was read (monotonic), and the lost workers."""
+        """Survived losses of replicas: (monotonic time at which this reader found the loss, lost workers)."""
         self.rerun = 0
         self.phases: list[tuple[str, float]] = []
         """(phase, seconds) of every recovery."""
@@ -230,7 +230,7 @@ class History:
         self._saved: Record | None = None
 
     def begin(self) -> None:
-        """Begin a launch: the present contents of the folder are of earlier ones."""
+        """Begin a launch: skip the present contents of the folder, which are of earlier launches."""
         self.read()
         self.news, self.start = [], None
         self._forget_steps()
@@ -254,7 +254,7 @@ class History:
 
     def _take_event(self, event: Record) -> None:
         if event == self.start:
-            return  # repeated, in a file that was emptied or recreated
+            return  # written again, into a file that was emptied or recreated
         self._event_time = max(self._event_time, _number(event.get("time")) or 0.0)
         self._note(event, self._folder / EVENTS_FILE)
         match event.get("event"):
@@ -279,7 +279,7 @@ class History:
         except KeyError:
             return
         if self.recent and known["iteration"] <= self.recent[-1].iteration:
-            self._forget_steps()  # the run has gone back, or was launched again
+            self._forget_steps()  # the run has rolled back, or was launched again
         if self._first is None:
             self._first = known["iteration"] - step.get("skipped", 0)
         self._step_time = _number(step.get("time"))
@@ -293,21 +293,24 @@ class History:
         self.last_time = max(self.last_time, _number(event.get("time")) or 0.0)
 
     def now(self, age: float | None) -> float:
-        """Return the time, in unix seconds, by the workers' clock, ``age`` seconds after their last report.
+        """Return the present time by the workers' clock, in unix seconds: ``age`` seconds after their last report.
 
-        The local clock, which may differ by hours, if steps have no time (of older versions).
+        If the steps have no time (older versions wrote none), return the local time, which may differ by hours.
         """
         return time.time() if self._step_time is None else max(self._step_time, self._event_time) + (age or 0.0)
 
     def training(self, now: float, end: float | None = None) -> Training | None:
-        """Return the progress until ``end``, ages as of ``now`` (unix seconds); None: no iteration is known."""
+        """Return the progress, its ages at ``now`` and its goodput until ``end`` (default: ``now``), both unix seconds.
+
+        None: no iteration of this launch is known.
+        """
         if not self.recent:
             return None
         start, last = self.start or {}, self.recent[-1]
         if last.iteration >= start.get("iteration", 0) and (
             self._steps_written if self._step_time is None else self._step_time
         ) < start.get("time", 0.0):
-            return None  # of an earlier launch; this one begins the file again with its first iteration
+            return None  # the steps are of an earlier launch; this launch's first iteration will start the file again
         pace = [step.seconds for step in list(self.recent)[1:]]
         samples = last.consumed_samples - self.recent[0].consumed_samples
         rate = samples / sum(pace) if pace and sum(pace) > 0 else None
@@ -331,7 +334,7 @@ class History:
         )
 
     def goodput(self, now: float) -> float | None:
-        """Return ``Training.goodput``; the time of recoveries is not counted as work.  None if steps are missing."""
+        """Return ``Training.goodput``; recoveries are no work.  None if the start or a step after it is unknown."""
         if self.start is None or now <= self.start["time"] or not self.start.get("replicas"):
             return None
         if self._first is None or self._first > self.start.get("iteration", self._first):
@@ -342,7 +345,7 @@ class History:
 
 
 def worker_processes(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the entries of workers.json, by worker id; empty if there is none."""
+    """Return worker id -> entry of workers.json; empty if the file is missing or invalid."""
     try:
         entries = json.loads((folder / "workers.json").read_bytes())
         return {int(entry["worker_id"]): entry for entry in entries}

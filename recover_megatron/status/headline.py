@@ -2,9 +2,9 @@
 
 STARTING     no plan has been made yet                                 warning
 HEALTHY      as many replicas as at launch, or more                    ok
-DEGRADED     fewer; with the number running and the number at launch   warning
-             (workers instead, if plans name no replicas)
-             (both also name workers set aside, and nodes being drained)
+DEGRADED     fewer replicas than at launch; names both numbers         warning
+             (numbers of workers, if plans name no replicas)
+             (HEALTHY, DEGRADED: also workers set aside, nodes drained)
 RECOVERING   an epoch is being formed, or no coordinator leads         warning
 STALLED      waits for workers that make no progress                   critical
 ENDED        with exit code 0                                          ok
@@ -21,14 +21,15 @@ from recover_megatron.membership.records import ranges
 from recover_megatron.status.model import RunStatus, WorkerStatus, of_launch
 
 HELD_UP_SECONDS = 20.0
-"""Seconds, and at least ``HELD_UP_ITERATIONS``, for which a worker must keep others waiting to count as stalling."""
+"""Seconds without progress, at least ``HELD_UP_ITERATIONS``, after which a worker for which others wait is stalled."""
 HELD_UP_ITERATIONS = 5
+"""Number of iterations, by their mean time, that ``HELD_UP_SECONDS`` must not be shorter than."""
 QUIET_SECONDS = 3.0
 """Seconds without a message after which a worker counts as silent: a heartbeat per second is usual."""
 DESCRIBED = 3
-"""Number of awaited workers up to which each one is described."""
+"""Most awaited workers that are described one by one; of more, only the ids are listed."""
 WRITES = ("checkpoint", "rollback")
-"""Phases that may take long."""
+"""Phases that may take long, so that a worker in such a phase is not stalled."""
 
 
 class Level(IntEnum):
@@ -81,7 +82,7 @@ def _by_workers(status: RunStatus) -> Headline:
 
 
 def _passing(status: RunStatus) -> str:
-    """Return text about waits and drains that are no loss."""
+    """Return a text that names the workers set aside and the nodes being drained, which are no losses."""
     aside = [f"worker{'s' * (len(status.aside) > 1)} {some(status.aside)} set aside"] if status.aside else []
     nodes = status.draining
     drains = [f"node{'s' * (len(nodes) > 1)} {some(nodes)} being drained"] if nodes else []
@@ -89,7 +90,7 @@ def _passing(status: RunStatus) -> str:
 
 
 def held_up_by(status: RunStatus) -> WorkerStatus | None:
-    """Return the worker for which others with a place have waited too long; None: there is none."""
+    """Return the worker for which other workers have waited too long (the latest of several), or None."""
     placed = status.placed
     usual = status.training.seconds_per_iteration if status.training is not None else None
     limit = max(HELD_UP_SECONDS, HELD_UP_ITERATIONS * (usual or 0.0))
@@ -120,7 +121,7 @@ def _stalled(text: str) -> Headline:
 
 
 def _between(status: RunStatus) -> Headline:
-    """Headline of a start or a recovery: its duration, the workers that have connected, and the awaited ones."""
+    """Headline of a start or a recovery: its duration, and the connected and the awaited workers."""
     word = "RECOVERING" if status.epoch else "STARTING"
     absent = [worker for worker in status.workers if worker.silence is None]
     come = f"{status.attached or 'none'} of {status.live} workers are connected"
@@ -138,7 +139,7 @@ def _between(status: RunStatus) -> Headline:
     elif awaited:
         ready = sum(worker.joined for worker in status.workers)
         what = f"for epoch {status.opened}" if status.epoch else "to train"
-        text = f"{ready} of {ready + len(awaited)} workers are ready {what}; the others: {_named(awaited)}"
+        text = f"{ready} of {ready + len(awaited)} workers are ready {what}; not ready: {_named(awaited)}"
     else:
         text = f"opens epoch {status.opened}" if status.epoch else "all workers are ready"
     since = f" for {span(status.between)}" if status.between is not None else ""
@@ -146,7 +147,7 @@ def _between(status: RunStatus) -> Headline:
 
 
 def _named(workers: Sequence[WorkerStatus]) -> str:
-    """Return awaited workers as text; if they are few, with their host and last phase."""
+    """Return ``workers`` as text; at most ``DESCRIBED`` workers are named with host and last phase."""
     if len(workers) > DESCRIBED:
         return f"workers {ranges([worker.worker for worker in workers])}"
     return ", ".join(map(_described, workers))

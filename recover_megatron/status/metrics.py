@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus: families of ``prometheus_client``, from the data that ``recover-status`` shows.
 
-docs/reference/metrics.md lists them; names and labels are part of the interface.  Every sample has the label ``run``:
-several runs may be reported on one node, in textfiles that are read together, and one after the other at one port.
+docs/reference/metrics.md lists them; names and labels are part of the interface.  Every sample has the label ``run``,
+because one node may report several runs: in textfiles that are read together, or one after the other at the same port.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ STATES = ("STARTING", "HEALTHY", "DEGRADED", "RECOVERING", "STALLED", "ENDED")
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper bounds, in seconds, of the histogram of recoveries."""
 UNNAMED = "ended"
-"""Cause of a loss that is not known, or not yet."""
+"""Cause that is reported for a loss whose real cause is not known (yet)."""
 ASIDE = "aside"
-"""Cause of a recovery whose worker lives, and may come back."""
+"""Cause of a recovery after a worker was set aside: the worker lives, and may come back."""
 NAMED_SECONDS = 10.0
-"""Seconds after a failed connection within which the launcher reports how its worker ended."""
+"""Seconds after a worker's connection fails within which the launcher reports how the worker ended."""
 
 
 class RunCollector(Collector):
-    """Collector of the last status; nothing before the first.  ``run``: the label of every sample."""
+    """Collector of metrics from the last status that ``put`` received.  ``run``: the label of every sample."""
 
     def __init__(self, history: History, run: str) -> None:
         self._history = history
         self._run = run
         self._status: RunStatus | None = None
         self._answers = False
-        # Counted causes never change, so that no counter ever decreases.
+        # Once counted, a cause never changes, so that no counter ever decreases.
         self._causes: dict[int, str] = {}
         """Lost worker -> cause."""
         self._recovered: list[str] = []
@@ -64,11 +64,11 @@ class RunCollector(Collector):
             self._recovered = []
         for at, lost in recovered[len(self._recovered) :]:
             if (cause := self._cause(at, lost)) is None:
-                break  # retry this and later ones with the next look
+                break  # try this recovery and the later ones again at the next ``put``
             self._recovered.append(cause)
 
     def _cause(self, at: float, lost: Sequence[int]) -> str | None:
-        """Return the cause of a recovery from a loss of these workers, read ``at`` (monotonic); None: not known yet."""
+        """Return the cause of a loss of the workers ``lost``, found at monotonic time ``at``; None: not known yet."""
         if found := {self._causes[worker] for worker in lost if worker in self._causes}:
             return min(found, key=CAUSES.index)
         if self._status is not None and set(self._status.aside) & set(lost):
@@ -135,12 +135,12 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     for name, text, value in rows:
         if value is not None:
             yield GaugeMetricFamily(name, text, value=float(value))
-    if status.restarts is not None and status.world:  # before any worker has come, workers.json may be another run's
+    if status.restarts is not None and status.world:  # before any worker connects, workers.json may be of another run
         yield CounterMetricFamily("recover_restarts", "Replacement workers started.", float(status.restarts))
 
 
 def _by_cause(name: str, text: str, causes: Iterable[str], counted: Iterable[str]) -> Metric:
-    """Return all causes, from 0 on: Prometheus sees no increase of a counter that appears with 1."""
+    """Return a count for every cause, 0 too: if a counter first appears with 1, Prometheus sees no increase."""
     counts = Counter(counted)
     family = CounterMetricFamily(name, text, labels=["cause"])
     for cause in causes:

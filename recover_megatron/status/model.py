@@ -5,8 +5,8 @@
                 unplaced   live workers whose place is not known (yet)
                 gone       workers that are dead, evicted or have left, with reason and age
 
-``read`` builds it from the coordinator's answer, which ``wire`` has checked; ``with_files`` adds data of the log
-folder.
+``read`` builds a ``RunStatus`` from the coordinator's answer, which ``wire`` has checked; ``with_files`` adds data of
+the log folder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SCHEMA = 2
 """Schema of ``--json``: increased when a field changes its meaning or is removed; fields may be added at any time."""
 
 CAUSES = ("killed", "exit", "hang", "silent", "unreachable", "ended")
-"""Causes of a worker's loss; if there are several, the first of this order is reported."""
+"""Causes of a worker's loss; if several apply, the first in this order is reported."""
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A live worker. Times are seconds ago; None: not known."""
+    """Live worker.  Unknown values are None."""
 
     worker: int
     host: str
@@ -40,17 +40,17 @@ class WorkerStatus:
     phase: str
     microbatch: int | None
     silence: float | None
-    """Since its last message; None: it has no connection to this coordinator."""
+    """Seconds since the worker's last message; None: the worker is not connected to this coordinator."""
     marked: float | None
-    """Since its last progress mark."""
+    """Seconds since the worker's last progress mark."""
     waiting: float | None
-    """Since it began to wait for others; None: it does not wait."""
+    """Seconds since the worker began to wait for other workers; None: it does not wait."""
     joined: bool
-    """True if it has joined the rendezvous that is open, or was open last."""
+    """True if the worker has joined the open rendezvous or, if none is open, the last rendezvous."""
     quota: int | None
     note: str
     device: int | None = None
-    """The number of its device on its host."""
+    """Number of the worker's device on its host."""
     pid: int | None = None
 
 
@@ -64,7 +64,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Gone:
-    """A worker that is no longer part of the run."""
+    """Worker that is no longer part of the run."""
 
     worker: int
     fate: str
@@ -72,9 +72,9 @@ class Gone:
     why: str
     ago: float | None
     exit: str = ""
-    """End of its process, as its launcher saw it: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
+    """End of the worker's process, as its launcher saw it: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
     phase: str = ""
-    """The phase of its last message."""
+    """Phase that the worker last reported."""
     iteration: int | None = None
 
     @property
@@ -109,30 +109,30 @@ class RecoveryStatus:
 
 @dataclass(frozen=True)
 class Stall:
-    """State of a run that waits for late workers: too many to continue without, or waiting for storage."""
+    """State of a run that waits for late workers: too many to continue without them, or workers waiting for storage."""
 
     seconds: float
     """Seconds since the wait began."""
     left: float | None
-    """Seconds for which it will still wait; None: without limit."""
+    """Seconds for which the run will still wait; None: without limit."""
     workers: Sequence[int]
     where: Sequence[str]
-    """Descriptions of the first of them: worker, host, and phase."""
+    """Descriptions of the first of these workers: worker id, host and phase."""
 
 
 @dataclass(frozen=True)
 class DrainStatus:
-    """A node that a user asked to drain."""
+    """Node that a user asked to drain."""
 
     node: str
     state: str
-    """``asked``, ``moving``, ``drained`` (it may be switched off) or ``refused``."""
+    """``asked``, ``moving``, ``drained`` (the node may be switched off) or ``refused``."""
     workers: Sequence[int]
-    """Its live workers."""
+    """Live workers of the node."""
     reason: str = ""
-    """Reason if it was refused."""
+    """Reason, if the drain was refused."""
     names: Sequence[str] = ()
-    """Names by which it may be requested: its own, its host's."""
+    """Names by which a user may ask for the node: the node's and its host's."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Training:
     """Mean over the last ``folder.RECENT`` iterations, recoveries included."""
     samples_per_second: float | None
     tflops_per_gpu: float | None
-    """Computed by Megatron's formula, over the workers of the launch."""
+    """TFLOP/s by Megatron's formula, divided by the number of workers at launch."""
     eta_seconds: float | None
     goodput: float | None
     """Share of the launch's worker time since the training began that went into committed iterations, 0 to 1."""
@@ -161,7 +161,7 @@ class Training:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The whole run, as its coordinator at ``address`` knows it."""
+    """Status of a run, as the coordinator at ``address`` knows it."""
 
     address: str
     state: str
@@ -180,7 +180,7 @@ class RunStatus:
     loss: float | None = None
     """Loss of the last step that workers using the library API report; NaN if it is not finite."""
     committed: int = 0
-    """The last committed decision (steps, evaluations and checkpoints are counted together)."""
+    """Number of the last committed decision (steps, evaluations and checkpoints are counted together)."""
     commit_age: float | None = None
     world: int = 0
     live: int = 0
@@ -195,10 +195,10 @@ class RunStatus:
     hidden: int = 0
     """Number of live workers that the view omits for lack of room."""
     awaited: Sequence[int] = ()
-    """Members for which an open rendezvous waits."""
+    """Members that the open rendezvous waits for."""
     stall: Stall | None = None
     drains: Sequence[DrainStatus] = ()
-    """Nodes that were asked to be drained."""
+    """Nodes that users asked to drain, with the state of each drain."""
     training: Training | None = None
     """Progress of the training, if its log folder is known."""
     restarts: int | None = None
@@ -208,12 +208,12 @@ class RunStatus:
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        """All live workers, by number."""
+        """All live workers, in the order of their ids."""
         return sorted([*self.placed, *self.spares, *self.unplaced], key=lambda worker: worker.worker)
 
     @property
     def between(self) -> float | None:
-        """Known duration of the start, or the recovery, under way; None: neither is."""
+        """Seconds since the present start or recovery began, as far as known; None: neither is under way."""
         if self.state not in ("standby", "gathering", "rendezvous"):
             return None
         if not self.epoch:
@@ -231,17 +231,17 @@ class RunStatus:
 
     @property
     def attached(self) -> int:
-        """Live workers that have a connection to this coordinator."""
+        """Number of live workers that have a connection to this coordinator."""
         return sum(worker.silence is not None for worker in self.workers)
 
     @property
     def lost(self) -> list[Gone]:
-        """Workers that died or were evicted: without those that left in order, are set aside, or were stopped."""
+        """Workers that died or were evicted, not workers that left in order, are set aside, or were stopped."""
         return [gone for gone in self.gone if gone.fate not in ("left", "aside", "stopped")]
 
     @property
     def aside(self) -> list[int]:
-        """Workers that live, are late, and may come back (--recover-grace)."""
+        """Ids of the workers that are set aside: late, but live, and may come back (--recover-grace)."""
         return [worker.worker for worker in self.gone if worker.fate == "aside"]
 
     @property
@@ -257,9 +257,9 @@ class RunStatus:
         return value
 
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
-        """Return this status with data of the log folder; ``processes``: by worker id, of workers.json.
+        """Return this status with data of the log folder; ``processes``: worker id -> entry of workers.json.
 
-        Heartbeats report iterations up to one interval late; a committed iteration has begun.
+        ``iteration`` becomes at least the last committed one: heartbeats report an iteration up to an interval late.
         """
         started = [entry["started"] for entry in processes.values() if entry.get("started") is not None]
         return replace(
@@ -276,7 +276,7 @@ class RunStatus:
 
 
 def of_launch(running: int, launched: int, noun: str = "") -> str:
-    """ "7 of 8", "9 (8 at launch)" if the run has grown; with ``noun`` after the first number or both."""
+    """Return "7 of 8 NOUN" or, if the run has grown, "9 NOUN (8 at launch)"; without NOUN if ``noun`` is empty."""
     noun = f" {noun}" if noun else ""
     return f"{running} of {launched}{noun}" if running <= launched else f"{running}{noun} ({launched} at launch)"
 
@@ -302,7 +302,7 @@ def _exit(entry: Raw) -> str:
 
 
 def read(answer: Raw, address: str) -> RunStatus:
-    """Return the status in a ``view`` or ``stop``.  KeyError, TypeError, ValueError: it is of another version."""
+    """Return the status in a message ``view`` or ``stop``; KeyError, TypeError or ValueError if of another version."""
     answer = printable(answer)
     if answer["type"] == "stop":
         return RunStatus(address, "stopped", code=answer["code"], reason=answer["reason"], epoch=answer["epoch"])
@@ -349,8 +349,8 @@ def printable(value: Any) -> Any:
 def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
     """Return the replicas with a live worker in every position; ``size``: number of positions.
 
-    The coordinator keeps ``size`` from all plans that it made: a replica that lost a worker is not taken for a small
-    one.
+    The coordinator takes ``size`` from all its plans, so that a replica that lost a worker is not mistaken for a
+    complete, smaller replica.
     """
     by_replica: dict[int, list[WorkerStatus]] = {}
     for worker in workers:
@@ -371,9 +371,9 @@ def _place(worker: WorkerStatus) -> int:
 
 
 def _replicas_of_launch(answer: Raw) -> int | None:
-    """Return the number at launch, from the workers; else the number in any plan; None: plans name no replicas.
+    """Return the number of replicas at launch, from the number of workers at launch; None: plans name no replicas.
 
-    (A run that has grown has had more replicas than at launch.)
+    If the number of workers at launch is unknown, count all replicas that plans named: more, if the run has grown.
     """
     size, runs = answer["replica_size"], answer["replicas"]
     return (answer["launched"] // size or sum(last - first + 1 for first, last in runs)) if size else None
@@ -387,7 +387,7 @@ def _spare(worker: WorkerStatus) -> WorkerStatus:
 
 def _worker(row: Raw) -> WorkerStatus:
     status = row["status"]
-    # Its reported place, if any: a plan may have given it another place than the one with which it joined.
+    # Prefer the row's ``place``: after the worker joined with ``status``, a plan may have given it another place.
     replica, position, quota = row.get("place") or map(status.get, ("replica", "position", "quota"))
     return WorkerStatus(
         worker=row["worker"],
@@ -420,7 +420,7 @@ def _drain(row: Raw) -> DrainStatus:
 
 
 def _loss(reports: Sequence[tuple[int, float | None]]) -> float | None:
-    """Return the loss of the newest of these steps: all workers that have finished it report the same."""
+    """Return the loss of the newest step in ``reports`` (step, loss): all workers report the same loss for it."""
     if not reports:
         return None
     _, loss = max(reports, key=lambda report: report[0])

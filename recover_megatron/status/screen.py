@@ -1,7 +1,7 @@
-"""A ``RunStatus`` on a terminal: as a rich renderable, and as the live view.
+"""Display of a ``RunStatus`` on a terminal: ``render`` builds a rich renderable, ``follow`` shows the live view.
 
-The first is pure; data of members is ``Text``, never markup.  The live view refreshes until the run ends, no
-coordinator answers any more, or its user interrupts it.
+``render`` is pure; data of members is ``Text``, never markup.  The live view refreshes until the run ends, no
+coordinator answers any more, or the user interrupts it.
 
 LOOKING --view--> shown --interval--> LOOKING
     |  no answer: the last view stays, with the error, for ``patience`` seconds --> ``NoAnswer``
@@ -40,14 +40,14 @@ from recover_megatron.status.source import Source
 
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.CRITICAL: "red", Level.UNKNOWN: "red"}
 ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", "silent")
-"""Columns of one worker."""
+"""Names of the columns that describe a worker."""
 NUMBERS = frozenset("replica quota position worker iteration microbatch workers epoch GPU pid".split())
-"""Columns with numbers."""
-_TERM_COUNTER = 32  # bits of a term that only make it unique
+"""Names of the columns with numbers."""
+_TERM_COUNTER = 32  # number of low bits of a term, which only make the term unique
 
 
 def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> RenderableType:
-    """Return the complete view; ``lines``: its height (None: any), ``complaint``: why it is not newer."""
+    """Return the complete view; ``lines``: largest height (None: any); ``complaint``: why the status is not newer."""
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
         parts += [Text(f"  {where}", "yellow") for where in status.stall.where]
@@ -144,7 +144,7 @@ def _panel(status: RunStatus, *rows: Text) -> Panel:
 
 
 def _at_the_end(status: RunStatus) -> list[Text]:
-    """Return rows about a run that has ended; none if only its coordinator was asked."""
+    """Return rows about the end of a run; empty if the status has only the exit code and the reason."""
     known = []
     if status.iteration and status.training is None:
         known.append(Text.assemble(("last iteration ", "dim"), (str(status.iteration), "bold")))
@@ -272,7 +272,7 @@ def _newest[T](entries: Sequence[T], lines: int | None) -> list[T]:
 
 
 def _lines_of(status: RunStatus) -> int:
-    """Return the number of lines without the grid."""
+    """Return the number of lines of all tables except the grid."""
     lists = [(status.spares, 9), (status.drains, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
     return sum(min(len(entries), most) + 4 for entries, most in lists if entries)
 
@@ -298,7 +298,7 @@ class _Console(Console):
 
 
 def _console() -> Console:
-    """Return a console without markup and highlighting of data sent by members."""
+    """Return a console that neither interprets markup in, nor highlights, the data sent by members."""
     sized = Console().is_terminal or os.environ.get("COLUMNS", "").isdecimal()
     return _Console(highlight=False, markup=False, width=None if sized else PIPE_COLUMNS)
 
@@ -308,7 +308,7 @@ def show_once(status: RunStatus) -> None:
 
 
 def follow(source: Source, interval: float, patience: float) -> None:
-    """Show one view after another; without a terminal they are printed below each other."""
+    """Show one view after another; if the output is no terminal, print the views below each other."""
     console = _console()
     last: RunStatus | None = None
     answered = time.monotonic()
@@ -318,7 +318,7 @@ def follow(source: Source, interval: float, patience: float) -> None:
             try:
                 last = _ended_as_seen(source.look(), last)
                 answered = time.monotonic()
-            except (NoAnswer, AuthenticationError) as error:  # our secret was right: it ended during the proof
+            except (NoAnswer, AuthenticationError) as error:  # the secret is right: the coordinator is ending
                 silent = time.monotonic() - answered
                 if last is None or silent > patience:
                     raise
@@ -333,7 +333,7 @@ def follow(source: Source, interval: float, patience: float) -> None:
 
 
 def _ended_as_seen(status: RunStatus, last: RunStatus | None) -> RunStatus:
-    """Return the ended status with the last known details: a coordinator that stops reports only the end."""
+    """Return ``status``; after the end, with the details of ``last``: a stopping coordinator sends only the end."""
     if status.code is None or last is None:
         return status
     training = status.training or last.training

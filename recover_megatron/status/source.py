@@ -1,15 +1,15 @@
-"""A run as its user names it, by addresses or by its log folder: the process to ask, and the files to read.
+"""Sources of a run's status: the user names the run by the coordinators' addresses or by the log folder.
 
 addresses          the coordinator's view
-folder, running    the same, and data about the training from the folder's files
-folder, ended      the files alone
+folder, running    the coordinator's view, and data about the training from the folder's files
+folder, ended      only the folder's files
 
 Among several addresses, the leading candidate is asked:
 
 current candidate --view--> shown, asked again next time
-        |  standby, stop with code 11 (others may go on), no answer
+        |  standby, stop with code 11 (other candidates may continue), no answer
         v
-next candidate ...  none leads: the best of their answers; no answer at all: ``NoAnswer``
+next candidate ...  if none leads: the best of all answers; if none answers: ``NoAnswer``
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recover_megatron.status.model import RunStatus, read
 
 
 class Watch:
-    """View of the run whose candidates have these addresses."""
+    """Observer that asks the candidates at ``addresses`` for the run's status."""
 
     def __init__(self, addresses: Sequence[Address], secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
         self._addresses = list(addresses)
@@ -45,15 +45,15 @@ class Watch:
         self._observer: Observer | None = None
 
     def look(self, drain: str | None = None) -> RunStatus:
-        """Return the run's status now, after asking to drain ``drain``, a node or host.
+        """Return the run's present status; ask to drain the node or host ``drain``, if given.
 
-        Raises ``NoAnswer`` if no candidate answers (``OtherVersion`` if one of an incompatible version does),
-        ``AuthenticationError`` if all that answer refuse the secret.
+        Raises ``AuthenticationError`` if all candidates that answer refuse the secret; else ``NoAnswer`` if no
+        candidate sends a status (``OtherVersion``, a subclass, if a candidate has an incompatible version).
         """
         seconds: list[RunStatus] = []
         complaints: list[NoAnswer] = []
         refusals: list[AuthenticationError] = []
-        again = self._observer is not None  # the connection may be closed, but its candidate alive: one more try
+        again = self._observer is not None  # the connection may have closed although its candidate lives: try once more
         for _ in range(len(self._addresses) + again):
             try:
                 status = self._ask(drain)
@@ -90,10 +90,10 @@ class Watch:
 
 
 class FolderSource:
-    """Source for the last launch into ``folder``.  Raises ValueError, OSError and SecretError if it cannot be asked."""
+    """Source for the last launch into ``folder``.  ValueError, OSError, SecretError: no usable address or secret."""
 
     def __init__(self, folder: Path, secret: Path | None) -> None:
-        """``secret``: the file that the user names; else the folder's file, or the environment is used."""
+        """``secret``: file that the user names; None: the folder's secret file or, without it, the environment."""
         self._folder = folder
         self.history = History(folder)
         self._watch: Watch | None = None
@@ -110,7 +110,7 @@ class FolderSource:
                 status = self._watch.look(drain)
             except OtherVersion:
                 raise
-            except (NoAnswer, AuthenticationError) as error:  # a coordinator that ends now looks like a refusal
+            except (NoAnswer, AuthenticationError) as error:  # an exiting coordinator seems to refuse the secret
                 status = ending(self._folder)
                 if status is None and isinstance(error, AuthenticationError):
                     raise

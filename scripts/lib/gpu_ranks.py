@@ -86,7 +86,7 @@ class Rank:
         return {"rate": sum(bucket.flat.nbytes for bucket in self._buckets) / fastest / 1e9}
 
     def recover(self, round: int) -> Values:
-        """Finish the interrupted round; a worker that was not in it adds its own gradient."""
+        """Finish the interrupted round; a worker that did not take part in it adds its own gradient."""
         if self._round != round:
             self._fill(round)
         self._group.pull(self._buckets)
@@ -94,7 +94,7 @@ class Rank:
         return {}
 
     def queue(self) -> Values:
-        """Use a communicator on both members; then enqueue one operation on member 0 alone, and another behind it."""
+        """Use a communicator on both members; then, on member 0 alone, enqueue one operation and another behind it."""
         epoch = PlainEpoch(1, [0, 1], self._me)
         token = cancel_token_of(epoch)
         backend = open_native(self._me, 2, self._store, token, Keeper(), "queue", self._device, PATIENCE)
@@ -128,7 +128,7 @@ class Rank:
         return told
 
     def _heard(self, stalled: Any) -> float:
-        """Return the seconds until a revocation ends the sum of a bucket that is computed behind a blocked kernel."""
+        """Return the seconds until a revocation ends the sum of a bucket whose gradient waits for a blocked kernel."""
         self._cuda.current_stream(self._device).wait_event(stalled)
         self._buckets[0].ledger.clear()
         handle = self._group.all_reduce(self._buckets[0])
@@ -199,7 +199,7 @@ class Rank:
 
 
 def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], place: Place) -> None:
-    """Run the process of a rank; its standard error goes to a file in the folder."""
+    """Run the process of a rank, with standard error appended to ranks.log in the folder of ``place``."""
     os.dup2(os.open(place.folder / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.environ |= ALONE | {"NCCL_HOSTID": f"rank{me}"} | environment
     if place.rehearse:
@@ -211,7 +211,7 @@ def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], 
 
 
 class Ranks:
-    """Processes of all ranks, and the members of the current epoch; ``spares`` start ahead; ``close`` kills all."""
+    """Processes of all ranks, and the members of the current epoch; ``spares``: number of processes started ahead."""
 
     def __init__(self, place: Place, spares: int = 0, **environment: str) -> None:
         place.needs("nccl")

@@ -42,27 +42,27 @@ BUSY = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 
     --ddp-bucket-size 1250000"""
 """Model large enough that the GPU lags behind its host."""
 SHARED = f"{BUSY} --num-layers 2 --global-batch-size 4 --ddp-bucket-size 600000"
-"""Model for workers that share a GPU: it runs one process at a time, so their collectives take long."""
+"""Model for workers that share a GPU; the GPU runs one process at a time, so their collectives take long."""
 SMALLER = "--num-layers 2 --global-batch-size 6 --ddp-bucket-size 30000"
 OVERLAP = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --lr 1e-5 --min-lr 1e-6 --train-iters 1000000 --exit-duration-in-mins 30"""
 """Flags of a run that the check stops; the small learning rate keeps rounding differences small."""
 LARGE = f"{BUSY} --num-layers 12 --hidden-size 1024 --lr 1e-4 --min-lr 1e-5 --bf16"
 TIMED = f"{LARGE} --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 2"
-"""Model whose microbatch takes longer on the GPU than on the host, whose time varies too much between two runs."""
+"""Model whose microbatch takes longer on the GPU than on the host: the host's time varies too much between runs."""
 
 
 class Failed(Exception):
-    """A check failed; the message is for the table."""
+    """Error for a failed check; the message is for the table."""
 
 
 class NotRun(Exception):
-    """A check cannot run here, which is not a failure; the message is for the table."""
+    """Error for a check that cannot run on this machine, which is no failure; the message is for the table."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place in which the checks run.  ``rehearse``: on the host device."""
+    """Place where the checks run: on the host device if ``rehearse``.  ``deadline``: of ``time.monotonic``."""
 
     folder: Path
     rehearse: bool
@@ -123,7 +123,7 @@ class Training:
             self._launchers.append(process)
 
     def finish(self, deadline: float) -> None:
-        """Wait for the end; raise Failed unless it comes in time and all surviving workers succeeded."""
+        """Wait for the end of the training; raise Failed if it is late, or a launcher not in ``dead`` failed."""
         for node, launcher in enumerate(self._launchers):
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.1, deadline - time.monotonic()))

@@ -24,7 +24,7 @@ HOOKS = PACKAGE / "megatron_hooks"
 
 
 def page(title: str, *lines: str) -> str:
-    """Return a page of this title and these lines."""
+    """Return the text of a page with a title and lines."""
     return "\n".join([f"# {title}", "", *lines, ""])
 
 
@@ -70,7 +70,7 @@ def modules() -> str:
 
 
 def users(name: str, sources: dict[str, str]) -> str:
-    """Return the modules that wrap a seam or role; if none does so by its name, those that name it, or its method."""
+    """Return the modules that wrap the seam or role ``name``; if none does, modules with the name or its last part."""
     last = name.rpartition(".")[2]
     for word in (f'wrap("{name}"', f'"{name}"', f'"{last}"', last):
         if found := [f"`{module}`" for module, text in sources.items() if word in text]:

@@ -14,10 +14,10 @@ _BAR_WIDTH = 30
 
 
 class Progress:
-    """Turns steps into the lines to print."""
+    """Table on the console: turns steps into the lines to print."""
 
     def __init__(self, iterations: int, reference: float, rows: int) -> None:
-        """``reference``: loss that fills the bar, the unigram entropy of the text; ``rows``: approximate number."""
+        """``reference``: loss that fills the bar, the unigram entropy of the text; ``rows``: about how many lines."""
         self._iterations = iterations
         self._reference = reference
         self._every = max(1, iterations // rows)

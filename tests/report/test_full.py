@@ -333,7 +333,7 @@ def test_a_run_without_events_is_reported_by_its_steps(tmp_path: Path) -> None:
     code, page = report(write_steps(tmp_path / "bare", steps()))
     assert code == 0
     assert "No fault was recorded." in page.cells
-    assert page.beside("no end") == "no end was recorded: the run is still running, or all of it was killed"
+    assert page.beside("no end") == "no end was recorded: the run continues, or all its processes were killed"
 
 
 def test_the_recoveries_of_the_workers_alone_and_of_the_coordinator_alone(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 def test_of_a_host_with_several_nodes_it_is_told_which_may_be_switched_off_and_which_not() -> None:
     other = {**REFUSED, "node": "c", "names": ["c", "host"]}
     said, code = drained(Run([MOVING, other], [DRAINED, other]), "host")
-    assert said[-1] == "host is not completely drained. c stays: nothing would be left. b is drained"
+    assert said[-1] == "host is not completely drained. c stays: nothing would be left. Drained: b"
     assert code == DrainExit.REFUSED
 
 

@@ -146,7 +146,7 @@ def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
     fault = {"ago": 30.0, "kind": "dead", "worker": 9, "host": "h", "why": ""}
     plan = {"ago": 25.0, "epoch": 1, "reason": "", "workers": 4, "seconds": {}}
     status = seen(state="rendezvous", opened=2, workers=rows, faults=[fault], recoveries=[plan])
-    waits = "2 of 3 workers are ready for epoch 2; the others: worker 1 on h (silent for 11 s, in forward)"
+    waits = "2 of 3 workers are ready for epoch 2; not ready: worker 1 on h (silent for 11 s, in forward)"
     assert f"RECOVERING for 11 s: {waits}" in text(status)
     assert status.to_json()["between"] == 11.0
     assert seen().to_json()["between"] is None
@@ -154,7 +154,7 @@ def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
     struck = seen(state="rendezvous", opened=2, workers=rows, faults=[fault, {**fault, "ago": 14.0}], recoveries=[plan])
     assert "RECOVERING for 14 s: " in text(struck)
     many = [placed(n, n, 0, joined=n == 7) for n in range(8)]
-    assert "the others: workers 0-6" in text(seen(state="rendezvous", opened=2, workers=many))
+    assert "not ready: workers 0-6" in text(seen(state="rendezvous", opened=2, workers=many))
 
 
 def test_a_start_that_does_not_get_on_says_who_has_not_come_and_since_when() -> None:
@@ -175,7 +175,7 @@ def test_a_start_that_does_not_get_on_says_who_has_not_come_and_since_when() -> 
     assert "build their models; no messages from worker 3 on h (silent for 20 s)" in text(building)
     ready = [{**each, "joined": each["worker"] != 3} for each in rows]
     told = seen(state="rendezvous", epoch=0, replicas=[], replica_size=0, workers=ready, world=4, live=4)
-    assert "3 of 4 workers are ready to train; the others: worker 3 on h (silent for 20 s)" in text(told)
+    assert "3 of 4 workers are ready to train; not ready: worker 3 on h (silent for 20 s)" in text(told)
 
 
 def test_columns_of_which_nothing_is_known_take_no_room() -> None:
