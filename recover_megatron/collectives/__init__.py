@@ -1,17 +1,18 @@
-"""Layer 1: process group of an epoch, fault-tolerant ring, ledger.  See docs/ring.md.
+"""Layer 1: fault-tolerant collectives of the workers of one epoch, over a ring or NCCL.  See docs/ring.md.
 
 group             interface to layer 2: the group of one column in one epoch
 group_factory     opens a group; the only module that knows all kinds of group and transport
 ledger            gradient bucket, LOCAL or REDUCED state of its elements, saved sums
-ring              schedule (pure functions), executor: the ring as a group, progress: the thread of a group
-native            the backend's own collectives behind the same interface
-transport         messages of a ring: TCP and shared memory; host memory for a GPU
-nccl              NCCL communicators opened with nccl4py, and both kinds of group over them
-gloo              what gloo lacks: abort, change of members (docs/ring.md)
+ring              schedule: the ring's messages (pure functions); executor: the group that sends them
+progress          thread that carries out the collectives of groups
+native            group that uses a backend's own collectives (NCCL)
+transport         messages of a ring over TCP and shared memory; a GPU's tensors go through host memory
+nccl              NCCL communicators opened with nccl4py, and their users: the backend of a group, transfers of states
+gloo              abort and change of members, which gloo lacks (docs/ring.md)
 tree              collectives of some members over dedicated connections
-epoch             membership as a group sees it, the token that cancels a group, errors, waiting for a key
+epoch             interface of an epoch, token that cancels a group, errors, wait for a key of a store
 peers             discovery of members, reads from them, reachability tests
-comparison        flags and program that workers were started with, and which workers differ
+comparison        finds workers that were started with other flags or another program than the run
 state             state of a worker as a tree, and its transfer to other workers
-column            data parallelism on top of these modules, without Megatron; also with hybrid sharding
+column            data parallelism with these modules, without Megatron; also with hybrid sharding
 """

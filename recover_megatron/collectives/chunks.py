@@ -1,4 +1,4 @@
-"""Chunks: the part of a bucket that each member of a group owns, in every collective of the group, of every library."""
+"""Chunks: the part of a bucket that each member of a group owns in a collective, for rings and backends alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from recover_megatron.collectives.ledger import Span
 
 Chunks = Sequence[Sequence[Span]]
-"""Spans of a bucket that each rank owns, by rank."""
+"""Spans of a bucket that each rank owns, as one sequence per rank."""
 
 
 def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
@@ -15,14 +15,14 @@ def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
 
 
 def even_part(total: int, size: int, cut: int = 1) -> int:
-    """Return the length of the longest of ``size`` even parts of ``total`` elements, cut at multiples of ``cut``."""
+    """Return the length of a part if ``total`` elements are cut into ``size`` even parts at multiples of ``cut``."""
     return -(-total // (size * cut)) * cut
 
 
 def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Span]]:
-    """Divide ``spans`` evenly, in order: equal parts of their concatenation; the last parts are shorter or empty.
+    """Divide the concatenation of ``spans`` in order into ``size`` equal parts; the last parts may be shorter or empty.
 
-    ``cut``: parts begin at multiples of this number of elements of the concatenation.
+    ``cut``: parts begin at multiples of this number of elements in the concatenation.
     """
     part = even_part(sum(map(len, spans)), size, cut)
     chunks: list[list[Span]] = [[] for _ in range(size)]
@@ -40,12 +40,12 @@ def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Spa
 
 
 def within(spans: Sequence[Span], shards: Chunks) -> list[list[Span]]:
-    """Return the part of ``spans`` that lies in each rank's shard; all sequences are ascending."""
+    """Return for each rank the part of ``spans`` inside its shard; all sequences of spans are ascending."""
     return [list(_overlaps(spans, shard)) for shard in shards]
 
 
 def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
-    """Yield the intersections of two ascending sequences of spans, in one pass."""
+    """Yield the intersections of two ascending sequences of disjoint spans."""
     one = other = 0
     while one < len(spans) and other < len(others):
         a, b = spans[one], others[other]

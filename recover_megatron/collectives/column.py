@@ -1,32 +1,32 @@
-"""Data parallelism: all workers of the run form one column, and each worker holds the complete model.
+"""Data parallelism without Megatron: all workers of the run form one column, and each holds the complete model.
 
     while column.committed < iteration:
         try:
             if column.over:                          at the start, and after every death
                 column.join(status)                  wait for all live workers; afterwards the statuses of all are known
             else:
-                group = column.group([bucket])       a span that was REDUCED anywhere is final: all members have it now
+                group = column.group([bucket])       now all members have every span that was REDUCED at any member
                 ...                                  run the work that the statuses assign to this worker
                 group.all_reduce(bucket).wait()
                 column.agree(iteration)
         except EpochRevoked:
             pass
 
-Workers find each other by the addresses in their join messages.  So no store is needed, and any node may be lost.
+Workers connect by the addresses in their join messages.  So no key-value store is needed, and any node may be lost.
 
-Hybrid sharding, ``shards`` above 1: that many consecutive workers share one copy of the model (``ShardGroup``), and a
-column consists of the workers with the same shard.
+Hybrid sharding: if ``shards`` is above 1, ``shards`` consecutive workers share one copy of the model (``ShardGroup``),
+and a column consists of the workers with the same shard.
 
     shards=2       column 0   column 1
-    shard group 0  worker 0   worker 1        inside: torch's own FSDP, with any process group
-    shard group 1  worker 2   worker 3        a column: the same shard of every complete shard group; members of a ring
+    shard group 0  worker 0   worker 1        in a shard group: torch's own FSDP, with any process group
+    shard group 1  worker 2   worker 3        in a column: one worker of each complete shard group; they form a ring
     shard group 2  worker 4   -- dead --      worker 4 is in no column: it exits
 
     complete --(a peer is lost: the session's thread sees it in the revoke)--> the process exits with EXIT_FENCED
 
 A worker that has lost a peer of its shard group cannot contribute, and may hang in a collective that never completes.
-It exits, and the run continues with the complete shard groups.  The training loop must make the workers of a shard
-group join, or continue, together: they compare their results of ``opened``.
+So it exits, and the run continues with the complete shard groups.  All workers of a shard group must join a new epoch
+together, or continue together: for this the training loop compares their results of ``opened``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from recover_megatron.variables import HOST_VARIABLE, REPLACED_VARIABLE
 log = get_logger(__name__)
 
 NEWS_SECONDS = 30.0
-"""Time limit for the report of a death after the shard group's communication failed."""
+"""Time limit in seconds for the report of a peer's death after the shard group's communication has failed."""
 
 
 def complete_shard_groups(workers: Collection[int], shards: int) -> list[int]:
@@ -64,7 +64,7 @@ def complete_shard_groups(workers: Collection[int], shards: int) -> list[int]:
 
 
 def shard_group_problem(shards: int, environ: Mapping[str, str]) -> str:
-    """Return why the workers of this launch cannot form shard groups of ``shards`` workers; empty if they can."""
+    """Return why the workers of this launch cannot form shard groups of ``shards`` workers; "" if they can."""
     workers = int(environ.get("WORLD_SIZE", shards))
     if shards > 1 and workers % shards:
         return (
@@ -80,7 +80,7 @@ def shard_group_problem(shards: int, environ: Mapping[str, str]) -> str:
 
 
 class ShardGroup:
-    """Shard group ``number`` of this worker: its own ``shard`` in the group, and its peers ``mates``."""
+    """Shard group of this worker: the group's ``number``, this worker's ``shard``, and the other workers ``mates``."""
 
     def __init__(self, session: Session, me: int, shards: int, end: Callable[[int], object] = os._exit) -> None:
         """``end``: terminates the process with an exit code; replaced in tests."""
@@ -93,9 +93,9 @@ class ShardGroup:
         session.on_revoke(self._revoked)
 
     def end_if_broken(self) -> None:
-        """Exit if a peer is lost, else return; call this after the shard group's communication has failed.
+        """Exit if a worker of the shard group is lost, else return; called when the group's communication has failed.
 
-        A failure may be noticed here before the death is reported; this method waits for the report.
+        The failure may come before the report of the death: this method waits up to ``NEWS_SECONDS`` for the report.
         """
         self._session.wait_lost(self.mates, NEWS_SECONDS)
         self._revoked(self._session.epoch, "")
@@ -116,7 +116,7 @@ _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 
 class Column:
-    """Column of this worker.  The coordinators must use the default planner, as those of recover-run do."""
+    """Column of this worker.  The coordinators must use the default planner, as the coordinators of recover-run do."""
 
     def __init__(
         self,
@@ -147,18 +147,19 @@ class Column:
         self._group: Group | None = None
         self._failed = False
         self._lost: PeerLost | None = None
-        """Error of this worker's connections in the last epoch."""
+        """Connection failure of this worker in the last epoch, not reported yet; None if there was none."""
         self._reason = ""
-        """Reason to ask for a new epoch though nothing has failed."""
+        """Reason for which ``renew`` requires a new epoch; "" if there is none."""
         self._last: Json = None
         self._tries = 0
 
     @classmethod
     def from_environment(cls, *, shards: int = 1, device: torch.device | None = None, timeout: float = 60.0) -> Column:
-        """Create the column of a worker of recover-run, and start its session.  Raises as ``session.connect`` does.
+        """Create the column of a worker that recover-run started, and the worker's session.
 
         If the workers cannot form shard groups, the process prints a line and exits with code 2.  So call this before
-        ``init_process_group``: an incomplete shard group would wait there for its missing workers.
+        ``init_process_group``, where an incomplete shard group would wait for its missing workers.  Raises as
+        ``session.connect`` does.
         """
         if why := shard_group_problem(shards, os.environ):
             refuse(os.path.basename(sys.argv[0]), [why])
@@ -167,23 +168,23 @@ class Column:
 
     @property
     def over(self) -> bool:
-        """True if a new epoch must be joined: no epoch yet, or it was revoked, or a neighbour was lost."""
+        """True if this worker must join a new epoch: it has none, or the epoch was revoked, or a connection failed."""
         lost = self._failed or (self._group is not None and self._group.revoked)
         return self._plan is None or self.session.revoked or lost
 
     @property
     def committed(self) -> int:
-        """Last iteration known to be committed."""
+        """Last iteration that this worker knows to be committed."""
         return self.session.committed
 
     @property
     def members(self) -> list[int]:
-        """Worker ids of the epoch, ascending; empty before the first epoch."""
+        """Ids of the epoch's workers, ascending; empty before the first epoch."""
         return sorted(self._plan.members) if self._plan else []
 
     @property
     def begins_after(self) -> int:
-        """Last iteration that was committed when the epoch began; all its members know it."""
+        """Last iteration that was committed when the epoch began: equal on all members; 0 before the first epoch."""
         return self._plan.committed if self._plan else 0
 
     @property
@@ -193,25 +194,25 @@ class Column:
 
     @property
     def column(self) -> list[int]:
-        """Members with this worker's shard, one per complete shard group, ascending: members of the ring."""
+        """Worker ids of this worker's ring: the worker with this shard in each complete shard group, ascending."""
         return [number * self.shards + self.shard_group.shard for number in self.shard_groups]
 
     @property
     def statuses(self) -> dict[int, Json]:
-        """Status with which each member joined the epoch; empty before the first epoch."""
+        """Member -> status with which it joined the epoch; empty before the first epoch."""
         return {worker: joined["status"] for worker, joined in self._joined().items()}
 
     def join(self, status: Json) -> None:
-        """Leave the old epoch's group and join the next epoch; wait for all live workers.
+        """Close the old epoch's group and join the next epoch with ``status``; wait for all live workers.
 
-        Afterwards ``committed`` may have reached an iteration that this worker reported: then its step must be applied.
-        Raises as ``Session.join`` does, and ``CoordinatorLost`` if the run makes no progress because two live workers
-        cannot reach each other.
+        Afterwards ``committed`` may include an iteration for which this worker called ``agree``: then the caller must
+        apply the optimizer's step of this iteration.  Raises as ``Session.join`` does, and ``CoordinatorLost`` if many
+        epochs in a row make no progress, because two live workers cannot reach each other.
         """
         reason, self._reason = self._complain() or self._reason, ""
         self._close()
         if self._tries:
-            time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # the fault may be transient
+            time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # time for a transient fault to pass
         self._ring_listener = open_ring_listener(self._host)
         self._plan = self.session.join({"ring_listener": self._ring_listener.address, "status": status}, reason)
         if self._plan.data.get("drain") and self.me == min(self._plan.members):
@@ -227,7 +228,7 @@ class Column:
             raise CoordinatorLost(why)
 
     def _complain(self) -> str:
-        """Report a failed connection of this worker to the coordinator; return it as the reason for another epoch."""
+        """Report a failed connection of this worker to the coordinator; return the failure as text, "" if none."""
         lost = self._lost or (self._group.lost if self._group is not None else None)
         self._lost = None
         if lost is None:
@@ -237,15 +238,15 @@ class Column:
         return reason
 
     def fail(self, lost: PeerLost) -> None:
-        """Require a new epoch because a connection of the caller to worker ``lost.peer`` broke."""
+        """Require a new epoch, because a connection between the caller and worker ``lost.peer`` broke."""
         self._failed, self._lost = True, lost
 
     def renew(self, reason: str) -> None:
-        """Require a new epoch for ``reason`` though nothing has failed: it brings new statuses and buckets."""
+        """Require a new epoch for ``reason`` without a failure, so that workers can change statuses and buckets."""
         self._failed, self._reason = True, reason
 
     def opened(self, buckets: Sequence[Bucket]) -> bool:
-        """Return whether ``group`` can be used; False if a new epoch must be joined first.  Never ``EpochRevoked``."""
+        """Open ``group``; return False instead of raising ``EpochRevoked`` if this worker must join a new epoch."""
         try:
             return not self.over and bool(self.group(buckets))
         except EpochRevoked:
@@ -277,11 +278,11 @@ class Column:
         return self._group
 
     def agree(self, iteration: int) -> None:
-        """Report that all spans are REDUCED here; wait until all members have reported this: as ``Session.agree``."""
+        """Report that all spans are REDUCED here, and wait until all members report it, as ``Session.agree`` does."""
         self.session.agree(iteration)
 
     def leave(self) -> None:
-        """Leave the run: this worker has finished."""
+        """Close the group and leave the run, when this worker has finished."""
         self._close()
         self.session.leave()
 

@@ -1,11 +1,13 @@
-"""Comparison of the flags that workers were started with, and of the program that they run.
+"""Comparison that refuses workers which were started with other flags, or run another program, than the run.
 
-Each worker joins with two digests.  The compared values are on its peer store, for workers whose digest differs:
+Each worker joins with two digests.  The values behind the digests are on the worker's peer store, where a worker with
+another digest reads them:
 
-    given   flags and versions of the protocol between workers: a worker with other values is refused; the other workers
-            see this at once, from the digest alone, before they read anything else of its status
-    code    sources and packages (`program`): workers may have loaded different modules, so a worker with another digest
-            asks a worker of the run, once, before it takes a place; it is refused if modules differ that both have
+    given   flags and versions of the protocol between workers.  A worker with another digest is refused; the other
+            workers see this from the digest alone, before they read anything else of that worker's status.
+    code    sources and packages (`program`).  Workers may have loaded different modules, so digests may differ though
+            the program is the same: a worker with another digest reads the values of a worker of the run, once, before
+            it takes a place, and is refused if a module differs that both have loaded.
 
 Only the worker that differs exits (a newcomer with exit code 2), and the run continues without it.
 """
@@ -32,27 +34,28 @@ log = get_logger(__name__)
 
 GIVEN, CODE = "flags", "code"
 ASKED_SECONDS = 5.0
-"""Time limit in seconds for the answer of another worker, and for the report of a worker that differs."""
+"""Time limit in seconds for another worker's answer, and for a refused worker to report why it differs."""
 MOST_ASKED = 3
+"""Maximum number of workers that a worker asks for the values of the run's program."""
 
 
 @dataclass(frozen=True)
 class ComparedStatus:
-    """Compared parts of a worker's status, as received."""
+    """Parts of another worker's status that the comparison uses, as received."""
 
     given: str = ""
     code: str = ""
     placed: bool = False
-    """True if the worker has a place in the training."""
+    """True if the worker has a place in the grid."""
     holds: bool = False
     """True if the worker has a state of the training."""
     peer_store: str = ""
 
     @classmethod
     def of(cls, status: Any, placed: str, holds: str, peer_store: str) -> ComparedStatus:
-        """Read ``status``; the other arguments are names of its fields.
+        """Read ``status``; the other arguments are names of fields in it.
 
-        Raises nothing: a worker of another version may have sent it.
+        Never raises, since a worker of another version may have sent the status.
         """
         fields = status if isinstance(status, dict) else {}
         given, code, address = (str(fields.get(name, "")) for name in (GIVEN, CODE, peer_store))
@@ -62,17 +65,17 @@ class ComparedStatus:
 
 @dataclass(frozen=True)
 class OddOnes:
-    """Workers that differ from the run, and ``model``, a worker that does not; -1 if no worker sent a digest."""
+    """Workers that differ from the run; ``model``: a worker that does not differ, -1 if no worker sent a digest."""
 
     workers: frozenset[int] = frozenset()
     model: int = -1
 
 
 def odd_ones(compared: Mapping[int, ComparedStatus], what: str = "given") -> OddOnes:
-    """Return the workers whose digest differs from the run's; ``what``: "given" or "code".
+    """Return the workers whose digest ``what`` ("given" or "code") differs from the run's digest.
 
-    The run's digest is the most frequent one among the workers with a place; if no worker has a place, among those
-    with a state; else among all.  A worker without a digest is not compared.
+    The run's digest is the most frequent digest of the workers with a place; if no worker has a place, of the workers
+    with a state; if no worker has a state, of all.  A worker without a digest is not compared.
     """
     digests = {worker: digest for worker, parts in compared.items() if (digest := getattr(parts, what))}
     placed = [worker for worker in digests if compared[worker].placed]
@@ -86,7 +89,7 @@ def odd_ones(compared: Mapping[int, ComparedStatus], what: str = "given") -> Odd
 
 
 class OwnDescription:
-    """Flags and program of this worker, published on its peer store; an empty mapping is not compared."""
+    """Flags and program of this worker, published on its peer store.  If a mapping is empty, it is not compared."""
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class OwnDescription:
         called: str = "flags",
         lets_in: str = f"--recover-may-differ {program.FLAG}",
     ) -> None:
-        """``called``: name of ``given`` in messages; ``lets_in``: flag that switches off the comparison of ``code``."""
+        """``called``: name of ``given`` in messages.  ``lets_in``: flag that turns off the comparison of ``code``."""
         self._given, self._code, self._secret = given, code, secret
         self._called, self._lets_in = called, lets_in
         self.given = script_flags.digest(given) if given else ""
@@ -109,21 +112,21 @@ class OwnDescription:
             peer_store.put(CODE, json.dumps(code))
 
     def different(self, me: int, compared: Mapping[int, ComparedStatus], odd: OddOnes) -> str:
-        """Return why this worker is refused; empty if it is accepted.  ``odd``: the ``odd_ones`` of ``compared``."""
+        """Return why this worker is refused, "" if it is accepted.  ``odd``: result of ``odd_ones(compared)``."""
         if me in odd.workers:
             other = self._ask(compared[odd.model].peer_store, GIVEN)
             found = script_flags.listed(script_flags.differences(self._given, other or self._given))
             found = found or "the differences could not be read from that worker"
-            return f"was started with other {self._called} than worker {odd.model}, which has the run's: {found}"
+            return f"was started with other {self._called} than the run's worker {odd.model}: {found}"
         if code := self._other_program(me, compared):
             return f"runs {code}; start it with the files of the run, or restart the run ({self._lets_in} accepts it)"
         return ""
 
     def _other_program(self, me: int, compared: Mapping[int, ComparedStatus]) -> str:
-        """Return how this worker's program differs from the run's; empty if it does not.
+        """Return how this worker's program differs from the run's program; "" if it does not differ.
 
-        Compares once, at the first call in which some worker has sent a digest.  If no worker with the run's program
-        answers in time, this worker's program is accepted.
+        Compares only once: at the first call for which a worker has sent a digest; later calls return "".  If no worker
+        with the run's program answers in time, this worker's program is accepted, with a warning.
         """
         odd = odd_ones(compared, "code")
         if self._compared or odd.model < 0:

@@ -1,4 +1,4 @@
-"""Asynchronous devices: how the host waits for one, and the order of our operations and the model's computation.
+"""Asynchronous devices (GPUs): waits of the host for the device, and streams that order our operations.
 
     compute   ---- gradients ---- event ------------------------------- waits on the host ---- the optimizer
                                     |                                            ^
@@ -8,9 +8,9 @@
 
 Two rules apply to all work enqueued on a device here; docs/gpu.md ("One operation at a time") gives the reasons:
 
-*   Nothing is enqueued behind an unfinished collective, on any stream.  With CUDA_DEVICE_MAX_CONNECTIONS=1 it would
-    wait in the only hardware queue, and all kernels of the model behind it.
-*   No wait for the device is left to CUDA, where a revocation cannot interrupt it: ``until`` polls the event and the
+*   Nothing is enqueued behind an unfinished collective, on any stream.  With CUDA_DEVICE_MAX_CONNECTIONS=1 the work
+    would block the only hardware queue, and so all kernels of the model.
+*   The host never waits inside CUDA, where a revocation cannot interrupt it.  Instead ``until`` polls the event and the
     cancel token.
 """
 
@@ -27,16 +27,16 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken
 
 STUCK_SECONDS = 60.0
-"""Time after the cancellation in which a device must finish its own copies; afterwards it counts as stuck."""
+"""Seconds in which a device must finish its own copies; if it does not, it counts as stuck (``DeviceStuck``)."""
 _SPINS, _PAUSE, _LONGEST_PAUSE = 20, 0.00002, 0.0005
 
 
 class DeviceStuck(RuntimeError):
-    """A device does not finish work that depends on no other device: the contents of a bucket are unknown."""
+    """A device does not finish work that depends on no other device, so the contents of a bucket are unknown."""
 
 
 def pauses() -> Iterator[None]:
-    """Pace a polling loop: some turns without a pause, then growing pauses, in which other threads have the GIL."""
+    """Pace a polling loop: some iterations without a pause, then growing pauses, which release the GIL."""
     for _ in range(_SPINS):
         yield
     pause = _PAUSE
@@ -47,9 +47,9 @@ def pauses() -> Iterator[None]:
 
 
 def until(event: Any, check: Callable[[], None]) -> None:
-    """Return when the device has reached ``event`` (of torch.cuda); ``check`` raises to give up the wait.
+    """Wait until the device has reached ``event`` (of torch.cuda).
 
-    Raises what ``check`` raises, and what CUDA raises for a broken device.
+    ``check``: called repeatedly; raises to end the wait.  Raises its errors, and CUDA's errors for a broken device.
     """
     for _ in pauses():
         if event.query():
@@ -58,9 +58,10 @@ def until(event: Any, check: Callable[[], None]) -> None:
 
 
 def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> Callable[[], None]:
-    """Return a ``check`` for work that depends on the device alone: it raises ``DeviceStuck`` after ``seconds``.
+    """Return a ``check`` for ``until`` that raises ``DeviceStuck`` after ``seconds``.
 
-    ``since``: the time counts from the first check after this token was cancelled.
+    For work that depends on this device only.  The time begins at the first check; if ``since`` is given, at the first
+    check after this token was cancelled.
     """
     end = math.inf
 
@@ -75,21 +76,21 @@ def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> 
 
 
 def drained(device: torch.device, check: Callable[[], None]) -> None:
-    """Return when all work enqueued on the current stream of ``device`` is done; raises as ``until``."""
+    """Wait until all work enqueued on the current stream of ``device`` is done; raises as ``until`` does."""
     until(made_so_far(device), check)
 
 
 def made_so_far(gpu: torch.device | None) -> Any:
-    """Record an event on this thread's current stream, for ``beside``; None if there is no GPU."""
+    """Record an event on this thread's current stream, for ``beside``; return None if ``gpu`` is None."""
     return None if gpu is None else torch.cuda.current_stream(gpu).record_event()
 
 
 @contextmanager
 def beside(gpu: torch.device | None, made: Any, check: Callable[[], None]) -> Iterator[None]:
-    """Run copies from ``gpu`` on a separate stream, in another thread, without waiting for the computation.
+    """Run the copies of the body on a new stream of ``gpu``, concurrently with the computation on other streams.
 
     The body begins when the device has reached event ``made``; all copies are done when the context exits.  ``check``:
-    as for ``until``.  Raises ``DeviceStuck``.
+    as for ``until``, for the wait for ``made``.  Raises ``DeviceStuck`` if the copies do not finish.
     """
     if gpu is None:
         yield
@@ -103,50 +104,51 @@ def beside(gpu: torch.device | None, made: Any, check: Callable[[], None]) -> It
 
 
 class Order:
-    """Calls that keep a transport or native backend from reading or using a bucket too early.
+    """Calls that prevent a transport or backend from reading a bucket before the device has computed it.
 
-    This class serves a synchronous device, the CPU.
+    This base class is for a synchronous device, the CPU, and so does nothing.
     """
 
     def submitted(self) -> object:
-        """Return a token for ``begin`` to wait for; runs in the caller's thread, which hands over a bucket."""
+        """Return a token that ``begin`` waits for; called in the thread that submits a bucket."""
         return None
 
     def begun(self, token: object) -> bool:
-        """Return whether ``begin`` would return at once."""
+        """Return whether ``begin(token)`` would return at once."""
         del token
         return True
 
     def begin(self, token: object) -> None:
-        """Return when the bucket has been computed; called before the bucket is first read.
+        """Wait until the submitted bucket has been computed; called before the bucket is first read.
 
-        Raises ``EpochRevoked`` unless this was seen before the cancellation.
+        Raises ``EpochRevoked`` if the token was cancelled before the end of the computation was seen.
         """
         del token
 
     def scope(self) -> AbstractContextManager[object]:
-        """Return the context in which tensor operations run."""
+        """Return the context in which the transport or backend runs its tensor operations."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Block until the last tensor operation of a collective is done; called when the collective is over."""
+        """Block until all tensor operations of the collective are done; called at the end of a collective."""
         return None
 
 
 class DeviceStream(Order):
-    """Stream of our own on an asynchronous device; see above.
+    """Dedicated stream on an asynchronous device, for a group's operations; see the module's docstring.
 
-    The event is recorded in the thread that hands over a bucket, on the current stream of that thread.  The host waits
-    for the event, and then checks the cancel token, before anything is sent.  Reason: when a model-parallel peer dies,
-    the groups inside the replica are aborted, and gradients are computed from the garbage that their kernels leave.
-    The token is cancelled before that, so a gradient whose event was seen before the cancellation is valid.  A
-    collective is reported as over only when the host has seen its last operation done; then the bucket may be used on
-    any stream.
+    ``submitted`` records an event on the current stream of the thread that submits a bucket.  The host waits for the
+    event, and then checks the cancel token, before anything is sent.  Reason: when a model-parallel peer dies, the
+    groups inside the replica are aborted, and gradients are computed from the garbage that their kernels leave.  The
+    token is cancelled before that, so a gradient is valid if its event was seen before the cancellation.  A collective
+    is reported as finished only when the host has seen its last operation done; then the bucket may be used on any
+    stream.
 
     The progress thread is a new thread, whose current CUDA device is device 0; so it runs in ``on_device``.  The
-    stream has the highest priority: its work is short, and all members wait for it.
+    stream has the highest priority, since its work is short and all members wait for it.
 
-    ``device``: with its index, else ValueError.  ``cuda``: ``torch.cuda`` or a double.  ``stream``: default: a new one.
+    ``device``: must have an index, else ValueError.  ``cuda``: ``torch.cuda`` or a double.  ``stream``: None: a new
+    stream.
     """
 
     def __init__(
@@ -176,9 +178,10 @@ class DeviceStream(Order):
         return scope
 
     def finish(self) -> None:
-        """Wait for this stream.  A revocation does not interrupt: the work is local, and the bucket is being written.
+        """Wait for all work on this stream.
 
-        Raises ``DeviceStuck``.
+        A revocation does not interrupt the wait, since the work is local and may be writing a bucket.  If the work is
+        not done ``STUCK_SECONDS`` after the revocation, raises ``DeviceStuck``.
         """
         until(self._event(), within(since=self._cancel_token))
 

@@ -1,8 +1,8 @@
-"""Membership as a group sees it: its epoch, the token that cancels it, its errors, how its members find each other.
+"""Interface between a group and the membership: epoch, cancel token, errors, key-value stores of a rendezvous.
 
-When a collective raises ``EpochRevoked``, the epoch in which it was started is over: that epoch's group no longer
-touches a bucket or a ledger, and no byte of it leaves this worker.  Every segment is either the untouched local
-gradient or the finished sum, as the bucket's ledger states.
+When a collective raises ``EpochRevoked``, the epoch in which the collective was started is over: the group of that
+epoch no longer touches a bucket or a ledger, and sends nothing more.  Every segment of a bucket is either the untouched
+local gradient or the finished sum; the bucket's ledger states which.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 
 
 class PeerLost(ConnectionError):
-    """The connection to another member broke.  Used in this package and layer 2 only: callers see ``EpochRevoked``.
+    """The connection to another member broke.  Only this package and layer 2 see it; users see ``EpochRevoked``.
 
     ``peer``: worker id of the other member, if it is known.  ``unreachable``: True if the network path to the peer
     fails in one direction or both; False if the peer closed the connection.
@@ -31,23 +31,23 @@ class PeerLost(ConnectionError):
         self.unreachable = unreachable
 
     def bare(self) -> PeerLost:
-        """Return a copy without frames, which would keep connections and memory of the epoch alive."""
+        """Return a copy without traceback, whose frames would keep connections and memory of the epoch alive."""
         return PeerLost(str(self), self.peer, unreachable=self.unreachable)
 
 
 class CollectiveMismatch(RuntimeError):
     """The members of an epoch did not issue the same collectives in the same order: a fault of the calling program.
 
-    No sum was formed from parts that do not belong together.
+    It is detected before parts of different collectives are summed.
     """
 
 
 class LedgerError(ValueError):
-    """Ledgers contradict each other or themselves: a fault of the calling program, or a damaged message."""
+    """A ledger is invalid, or contradicts another member's: a fault of the calling program, or a damaged message."""
 
 
 class Epoch(Protocol):
-    """Generation of the membership, as seen by a member."""
+    """Epoch of the membership, as seen by one member."""
 
     @property
     def number(self) -> int:
@@ -55,20 +55,20 @@ class Epoch(Protocol):
 
     @property
     def members(self) -> Sequence[int]:
-        """Worker ids of this column, in ring order: the same on every member."""
+        """Worker ids of this column in ring order, equal on all members."""
 
     @property
     def me(self) -> int:
         """Worker id of this member."""
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` once, from any thread, as soon as the epoch is over; at once if it is over."""
+        """Call ``callback(reason)`` once, from any thread, when the epoch ends; at once if it has ended already."""
 
 
 class SessionEpoch:
     """Epoch of a worker's membership session, from the plan that ``Session.join`` returned.
 
-    ``column``: the plan's members that are in the group, in ring order.
+    ``column``: members of the plan that form the group, in ring order.
     """
 
     def __init__(self, session: Session, plan: Plan, me: int, column: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class SessionEpoch:
                 callback(reason)
 
         self._session.on_revoke(revoked)
-        # Register first, check second: then a concurrent revoke is always seen.
+        # Register first, check second, so that a concurrent revocation is not missed.
         if self._session.epoch != self.number or self._session.revoked:
             revoked(self.number, "the epoch was over before its group was opened")
 
@@ -94,10 +94,10 @@ class CancelToken:
     """Token that is cancelled once; from then on every operation of the group raises ``EpochRevoked``.
 
     ``cancel`` may be called from any thread, also while other threads wait: it calls the wakers, which end the waits.
-    ``all_heard``: makes all live members cancel their tokens and returns when they have; raises a ``MembershipError``
-    if this member is out of the run and cannot learn it.  The session's thread must not call it.
-    ``in_touch``: returns once the run is known to have counted this member as live at the time of the call or later;
-    raises ``EpochRevoked``, too.
+    ``all_heard``: makes all live members cancel their tokens of this epoch, and returns when all have done so; raises a
+    ``MembershipError`` if this member is out of the run, and so cannot learn that.  The session's thread must not
+    call it.  ``in_touch``: returns when the coordinator has confirmed that this member was live at the time of the call
+    or later; it may raise ``EpochRevoked``.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CancelToken:
         self.in_touch = in_touch
         self.reason = ""
         self.lost: PeerLost | None = None
-        """Failed connection, if this member was the first to notice the failure."""
+        """Failed connection that cancelled the token; None if another reason, such as the coordinator, cancelled it."""
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
@@ -118,7 +118,7 @@ class CancelToken:
         return self._cancelled.is_set()
 
     def cancel(self, reason: str | PeerLost) -> None:
-        """Cancel the group; the first reason is kept."""
+        """Cancel the token and call the wakers.  Later calls have no effect: the first reason is kept."""
         with self._lock:
             if self._cancelled.is_set():
                 return
@@ -131,7 +131,7 @@ class CancelToken:
             waker()
 
     def on_cancel(self, waker: Callable[[], None]) -> None:
-        """Call ``waker`` at the cancellation, at once if it has happened; it must be quick and must not raise."""
+        """Call ``waker`` when the token is cancelled, or now if it is.  ``waker`` must be quick and must not raise."""
         with self._lock:
             if not self._cancelled.is_set():
                 self._wakers.append(waker)
@@ -148,7 +148,7 @@ class CancelToken:
             raise self.error()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Block until the token is cancelled; return False if ``seconds`` pass first."""
+        """Block until the token is cancelled, and return True; return False if ``seconds`` pass first."""
         return self._cancelled.wait(seconds)
 
 
@@ -156,7 +156,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 
 
 class KeyValue(Protocol):
-    """Subset of ``torch.distributed.Store``; any shared key-value service provides it."""
+    """Subset of ``torch.distributed.Store`` that a rendezvous needs; any shared key-value service can provide it."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -167,7 +167,7 @@ class KeyValue(Protocol):
 
 
 class Known:
-    """Key-value store of values that all members already know: nothing is published, nothing blocks."""
+    """Key-value store for values that all members know already, so that nothing is published and nothing blocks."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
@@ -183,10 +183,10 @@ class Known:
 
 
 def await_key(store: KeyValue, key: str, cancel_token: CancelToken, timeout: float) -> str:
-    """Return the value of ``key`` as soon as a member sets it.
+    """Wait until a member has set ``key``; return the value.
 
     Raises ``EpochRevoked`` when the token is cancelled and ``TimeoutError`` after ``timeout`` seconds.  The store is
-    polled with growing pauses: a wait inside a store cannot be interrupted.
+    polled with growing pauses, since a wait inside a store cannot be interrupted.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
     while not store.check([key]):

@@ -3,7 +3,7 @@
     open_group(epoch, ...)  -->  all_reduce / reduce_scatter / all_gather  -->  close()
                                         |
                                         '-- EpochRevoked --> close(), and on the group of the next epoch:
-                                              pull(buckets)      spans REDUCED anywhere are final: all members get them
+                                              pull(buckets)      send spans that are REDUCED at a member to all members
                                               (the caller runs lost microbatches again into the LOCAL spans)
                                               all_reduce(bucket) / reduce_scatter(bucket)   sum only the LOCAL spans
 
@@ -28,10 +28,13 @@ from recover_megatron.collectives.progress import Executor, Handle, ProgressThre
 
 
 class Memo[V]:
-    """Cache by key; it is cleared when its weight exceeds ``most``.  For any thread: at worst a value is made twice."""
+    """Cache by key, cleared when the weight of its values exceeds ``most``.
+
+    For any thread: if two threads need a value at the same time, it may be created twice.
+    """
 
     def __init__(self, most: int, weight: Callable[[V], int]) -> None:
-        """``weight``: weight of a value, in the unit of ``most``."""
+        """``weight``: returns the weight of a value, in the unit of ``most``."""
         self._most = most
         self._weight = weight
         self._known = dict[Hashable, V]()
@@ -41,7 +44,7 @@ class Memo[V]:
         return len(self._known)
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the value of ``make`` for ``key``; it must depend on nothing else."""
+        """Return the cached value for ``key``, else ``make()``, whose result must depend on ``key`` only."""
         known = self._known.get(key)
         if known is None:
             known = make()
@@ -54,43 +57,43 @@ class Memo[V]:
 
 
 Shards = Sequence[Sequence[Span]]
-"""Spans that each rank owns, ascending, by rank."""
+"""Spans of a bucket that each rank owns, as one ascending sequence per rank."""
 MAX_DIGEST = 1 << 20
-"""Limit of the length of one member's digest, in numbers."""
+"""Maximum count of numbers that one member sends in ``exchange``, such as the digest of its ledgers."""
 
 
 MOST_SPANS = 1 << 16
-"""Limit of the chunks that a group caches, in spans."""
+"""Limit of a group's cache of chunks, in spans of the chunks."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketCollective:
-    """Collective on a bucket, as submitted."""
+    """Parameters of a collective on a bucket, as submitted to the progress thread."""
 
     what: str
-    """Kind of the collective; the same at all members."""
+    """Kind of the collective, for example "reduce"; equal at all members."""
     flat: torch.Tensor
     ledger: Ledger
     chunks: Chunks
-    """Spans of the bucket by owner."""
+    """Spans of the bucket that take part in the collective, by rank of their owner."""
     to: tuple[int, ...]
-    """Distances, in ranks, from each owner to the members that get its chunk."""
+    """Distances in ranks from each owner to the members that receive the owner's chunk."""
     reduce: bool = False
     final: Sequence[Span] = ()
-    """Spans that are already finished."""
+    """Spans that are final on this member already; they are marked REDUCED when the collective begins."""
     epoch_of: Callable[[int], int] | None = None
-    """Epoch of a finished span, by its first element; None: this epoch."""
+    """Returns the epoch with which a finished span is marked, by its first element; None: the group's epoch."""
 
 
 class Group(ABC):
-    """Common base of ring groups and backend groups.
+    """Common base of the groups over a ring and over a backend.
 
-    ``progress``: thread that carries out the collectives, perhaps also of other groups of the epoch; its cancel token
-    is the group's.  ``device``: device of every bucket; default: the CPU.
+    ``progress``: thread that carries out the collectives of this group, perhaps also of other groups of the epoch; the
+    group uses the thread's cancel token.  ``device``: device of all buckets; None: the CPU.
     """
 
     cut_bytes = 1
-    """Alignment in bytes: an all-reduce cuts a bucket at multiples of it."""
+    """Alignment in bytes: an all-reduce cuts a bucket only at multiples of this number."""
     _executor: Executor[Any]
 
     def __init__(self, epoch: Epoch, progress: ProgressThread, device: torch.device | None) -> None:
@@ -99,7 +102,7 @@ class Group(ABC):
         self.size = len(self.members)
         self.rank = self.members.index(epoch.me)
         self.everybody = tuple(range(1, self.size))
-        """Distances, in ranks, to all other members."""
+        """Distances in ranks from a member to all other members: 1 to ``size`` - 1."""
         self.device = device or torch.device("cpu")
         self._progress = progress
         self._cancel_token = progress.cancel_token
@@ -108,18 +111,18 @@ class Group(ABC):
     # ---- collectives
 
     def all_reduce(self, bucket: Bucket) -> Handle:
-        """Sum the LOCAL spans of ``bucket``, in its dtype; afterwards all of it is REDUCED at every member."""
+        """Sum the LOCAL spans of ``bucket`` in its dtype; afterwards the complete bucket is REDUCED at every member."""
         cut = max(1, self.cut_bytes // bucket.flat.element_size())
         local = bucket.ledger.local
         chunks = self._chunks.get((local, cut), lambda: frozen(even_chunks(local, self.size, cut)))
         return self._reduce(bucket, chunks, self.everybody)
 
     def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: Collection[int] = ()) -> Handle:
-        """Sum the LOCAL spans; afterwards each member's shard is REDUCED in its own bucket.
+        """Sum the LOCAL spans; afterwards each member has its shard of the sum, REDUCED, in its bucket.
 
-        ``shards``: spans of each rank, disjoint, together the complete bucket; default: equal shards, in order.  The
-        rest of the bucket keeps the member's own gradient.  ``shadows``: distances in ranks; the members at these
-        distances also get each member's finished shard (in a ring, so do all members in between).
+        ``shards``: spans of each rank, disjoint, together the complete bucket; None: equal shards, in rank order.  The
+        rest of the bucket keeps the member's own gradient.  ``shadows``: distances in ranks from a member to those that
+        also receive the member's finished shard (in a ring, all members in between receive it, too).
         """
         numel, local = bucket.ledger.numel, bucket.ledger.local
         key = numel, local, None if shards is None else frozen(shards)
@@ -127,14 +130,14 @@ class Group(ABC):
         return self._reduce(bucket, chunks, tuple(sorted({hops % self.size for hops in shadows} - {0})))
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
-        """Send every member's shard to all members; a member's copy of its own shard counts as finished.
+        """Send every member's shard to all members: parameters after the distributed optimizer's step.
 
-        ``shards``: as for ``reduce_scatter``.  ``missing``: the members' ledgers are equal (all LOCAL, or after a
-        ``pull``), and REDUCED spans are not sent again.
+        Each member's own shard counts as finished, and is marked REDUCED.  ``shards``: as for ``reduce_scatter``.
+        ``missing``: do not send REDUCED spans again; the members' ledgers must be equal (all LOCAL, or after a
+        ``pull``).
 
-        For parameters after the distributed optimizer's step.  After ``EpochRevoked``: call ``pull`` in the next epoch;
-        no live member holds the spans that are LOCAL after that.  (A member that may be interrupted before this call
-        marks its own shard in the ledger itself.)
+        After ``EpochRevoked`` call ``pull`` in the next epoch; if a span is still LOCAL after that, no live member has
+        it.  If a member may be interrupted before this call, it must mark its own shard in the ledger before.
         """
         all_shards = self._shards(bucket.ledger.numel, shards)
         local = within(bucket.ledger.local, all_shards)
@@ -144,10 +147,10 @@ class Group(ABC):
         )
 
     def pull(self, buckets: Sequence[Bucket]) -> None:
-        """Exchange the ledgers and send every member all spans that are REDUCED at any member.  Blocks.
+        """Exchange the ledgers, and send all spans that are REDUCED at some member to all members.  Blocks.
 
         Afterwards the ledgers of all members are equal; each span keeps the epoch in which its sum was finished.  Only
-        LOCAL spans are overwritten.  Nothing is ever undone: if this is interrupted, spans that arrived stay REDUCED.
+        LOCAL spans are overwritten.  If the call is interrupted, spans that have arrived stay REDUCED.
         Raises ``EpochRevoked``, ``LedgerError``.
         """
         ledgers = self._exchange_ledgers([bucket.ledger for bucket in buckets])
@@ -172,24 +175,24 @@ class Group(ABC):
 
     @property
     def lost(self) -> PeerLost | None:
-        """Failed connection of this member that ended this group, if any."""
+        """Failed connection of this member that cancelled the group; None if there is none, or another cause did."""
         return self._cancel_token.lost
 
     def abort(self, reason: str) -> None:
-        """End every present and later operation here, and of the groups with the same thread, with ``EpochRevoked``.
+        """Make all present and later operations of this group, and of groups with its thread, raise ``EpochRevoked``.
 
-        From any thread; the neighbours notice too.  When a wait has raised, or ``close`` has returned, the buckets
-        belong to the caller again.
+        For any thread.  The neighbours' operations fail, too.  When the wait for a collective has raised, or ``close``
+        has returned, the buckets belong to the caller again.
         """
         self._cancel_token.cancel(reason)
 
     def close(self) -> None:
-        """Finish the submitted collectives (or fail them, if revoked) and release all resources."""
+        """Finish the submitted collectives (if the epoch is revoked, fail them), and release all resources."""
         self._progress.close(self._executor)
 
     @property
     def scratch_peak(self) -> int:
-        """Peak of the group's scratch, over all buckets, in bytes."""
+        """Peak size in bytes of the group's scratch memory, over all buckets."""
         return self._executor.scratch_peak
 
     # ---- for the subclasses
@@ -204,7 +207,7 @@ class Group(ABC):
 
     @abstractmethod
     def _start(self, collective: BucketCollective) -> Handle:
-        """Submit the collective."""
+        """Submit the collective to the progress thread."""
 
     def _reduce(self, bucket: Bucket, chunks: Chunks, to: tuple[int, ...]) -> Handle:
         if not bucket.flat.is_floating_point():
@@ -246,7 +249,7 @@ class Group(ABC):
         return everyone
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send every member's list of 64-bit integers to all; return the lists by rank.  Blocks."""
+        """Send every member's list of 64-bit integers to all members; return the lists, by rank.  Blocks."""
         if len(numbers) > MAX_DIGEST:
             raise LedgerError(f"a message of {len(numbers)} numbers exceeds the limit of {MAX_DIGEST}")
         lengths = [row[0] for row in self._exchange_equal([len(numbers)], 1)]
@@ -256,7 +259,7 @@ class Group(ABC):
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def exchange_doubles(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Exchange equally many float64 numbers of each member, bit for bit, in one round; else as ``exchange``."""
+        """Send float64 numbers, equally many from each member, to all, bit for bit; otherwise as ``exchange``."""
         bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
         return torch.tensor(self._exchange_equal(bits, len(bits)), dtype=torch.int64).view(torch.float64).tolist()
 
@@ -272,7 +275,7 @@ class Group(ABC):
 
 
 def share_sources(fragments: Sequence[Held], size: int) -> list[list[Span]]:
-    """Return the spans that each rank sends: a piece comes from its least loaded holder, the lowest rank on a tie."""
+    """Return the spans that each rank sends: each fragment comes from its least loaded holder, on a tie the lowest."""
     load = [0] * size
     chunks: list[list[Span]] = [[] for _ in range(size)]
     for fragment in fragments:

@@ -1,4 +1,4 @@
-"""Factory for the group of an epoch; the only module that knows all kinds of group and transport."""
+"""Factory for the groups of an epoch; the only module that uses all kinds of group and transport."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from recover_megatron.collectives.transport.tcp import TcpTransport
 
 Collective = Literal["ring", "native"]
 TransportKind = Literal["tcp", "tcp-inline"]
-"""Transport of a ring: TCP with shared memory between neighbours on one host, or TCP alone ("tcp-inline")."""
+"""Transport of a ring: "tcp" also uses shared memory between neighbours on one host, "tcp-inline" only TCP."""
 
 
 def open_ring_listener(host: str = "127.0.0.1", transport_kind: TransportKind = "tcp") -> RingListener:
-    """Open a ring listener for a group that is opened later with the same arguments."""
+    """Open a listener for the ring of a group that ``open_group`` opens later with the same host and transport kind."""
     return RingListener(host, _slots(Tuning(), transport_kind))
 
 
@@ -42,9 +42,9 @@ def cancel_token_of(epoch: Epoch) -> CancelToken:
 
 
 def on_device(collective: Collective, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that makes ``device`` current: in a new thread device 0 is current, whatever the process uses.
+    """Return a context that makes ``device`` the current device, for every thread that calls CUDA or NCCL.
 
-    For every thread that calls CUDA or NCCL.
+    Without it, device 0 is current in a new thread, whatever device the process uses.
     """
     if collective == "native":
         cuda: AbstractContextManager[object] = libraries.load().cuda.device(device)
@@ -55,7 +55,7 @@ def on_device(collective: Collective, device: torch.device) -> AbstractContextMa
 def progress_thread(
     cancel_token: CancelToken, device: torch.device, name: str, collective: Collective
 ) -> ProgressThread:
-    """Return the thread of one group, or of all groups of ``device`` in an epoch."""
+    """Create the progress thread of one group, or of all groups of ``device`` in an epoch."""
     return ProgressThread(cancel_token, name, partial(on_device, collective, device))
 
 
@@ -78,15 +78,15 @@ def open_group(
 ) -> Group:
     """Open a group with the other members of ``epoch``; every member must call this with the same arguments.
 
-    ``store``: the keys of a group of an epoch are written once, under ``ring/<name>/<epoch>``.  ``name``: distinguishes
-    the columns.  ``collective``: "native" uses NCCL's collectives; a ring uses ``transport_kind``, and host memory if
-    ``device`` is a GPU.  ``timeout``: seconds in which all members must have joined.  ``ring_listener``: from
-    ``open_ring_listener``; the call consumes it.  ``tuning``: for a ring.  ``hook``: for tests and fault injection.
-    ``communicators``: keeper of the NCCL communicators; without it they are destroyed with the group.  ``progress``:
-    thread that runs the collectives of all groups of a device, in the order in which buckets are submitted, which must
-    be the same at all members; ``epoch`` cancels its token.  Default: a thread for this group alone.
+    ``store``: each key is written once, under ``ring/<name>/<epoch>``.  ``name``: of the column, unique in the epoch.
+    ``collective``: "native" uses NCCL's collectives; "ring" uses ``transport_kind``, and host memory if ``device`` is a
+    GPU.  ``timeout``: seconds in which all members must have joined.  ``ring_listener``: from ``open_ring_listener``;
+    the group takes ownership.  ``tuning``: for a ring.  ``hook``: for tests and fault injection.  ``communicators``:
+    keeper of the NCCL communicators; None: they are destroyed with the group.  ``progress``: thread that runs the
+    collectives of all groups of a device, in the order in which buckets are submitted (the order must be equal at all
+    members), and whose token is cancelled when ``epoch`` is revoked.  Default: a separate thread for this group.
 
-    Raises ``EpochRevoked``, also if a member is lost while the group is being opened, and ``TimeoutError``.
+    Raises ``TimeoutError``, and ``EpochRevoked``, also if a member is lost while the group is being opened.
     """
     device = device or torch.device("cpu")
     progress = progress or progress_thread(
@@ -109,6 +109,6 @@ def open_group(
             if device.type == "cuda":
                 transport = StagedTransport(transport, device, cancel_token)
             return RingGroup(epoch, progress, transport, device=device, tuning=tuning, hook=hook)
-    except PeerLost as lost:  # a member that is lost meanwhile ends the epoch for this worker
+    except PeerLost as lost:  # the loss of a member ends the epoch for this worker
         cancel_token.cancel(lost)
         raise EpochRevoked(cancel_token.epoch, str(lost)) from lost

@@ -1,14 +1,14 @@
-"""Gradient bucket with its ledger: which elements are LOCAL, which are REDUCED, and in which epoch.
+"""Gradient bucket with its ledger, which records for each element: LOCAL, or REDUCED and in which epoch.
 
         LOCAL  --mark(span, epoch)-->  REDUCED(epoch)          never back, until clear() at the next iteration
 
-LOCAL: the bucket holds this worker's own accumulated gradient.  REDUCED(e): it holds the finished sum over the members
-of epoch e, bit for bit the same at every member where it is REDUCED.  Spans are element ranges, not segment numbers:
-chunks and segments change with the number of members, finished elements do not.  A ledger replaces its tuple of spans
-atomically, so a reader in another thread always sees a valid ledger.
+LOCAL: the element is this worker's own accumulated gradient.  REDUCED(e): the element is the finished sum over the
+members of epoch e, bit for bit equal at all members where it is REDUCED.  Spans are ranges of elements, not numbers of
+segments, because chunks and segments change with the number of members, and finished elements do not.  A ledger
+replaces its tuple of spans atomically, so a reader in another thread always sees a valid ledger.
 
-Between two epochs finished sums are saved (``SavedSums``) while lost microbatches are run again into the bucket.
-``Memory`` decides where: on their device, or on the host if the device is full.
+After a loss, finished sums are saved (``SavedSums``) while lost microbatches are run again and accumulate into the
+bucket.  ``Memory`` decides where the saved sums are: on their device, or on the host if the device is full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from recover_megatron.collectives.epoch import LedgerError
 
 MAX_SPANS = 1 << 20
-"""Limit of the spans accepted in a digest from another member."""
+"""Largest number of spans that is accepted in another member's digest of its ledger."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Reduced(Span):
-    """Finished span: the sum over the members of ``epoch``."""
+    """Span of finished sums over the members of ``epoch``."""
 
     epoch: int
 
@@ -59,7 +59,7 @@ _start = attrgetter("start")
 
 
 class Ledger:
-    """State of every element of one bucket of ``numel`` elements; all LOCAL at first."""
+    """LOCAL or REDUCED state of every element of a bucket with ``numel`` elements; at first all are LOCAL."""
 
     def __init__(self, numel: int, reduced: Iterable[Reduced] = ()) -> None:
         self.numel = numel
@@ -130,12 +130,12 @@ class Ledger:
         self._reduced = ()
 
     def digest(self) -> list[int]:
-        """Return ``[numel, number of spans, start, stop, epoch, start, ...]``, for the other members."""
+        """Return the ledger as numbers, to be sent: ``[numel, number of spans, start, stop, epoch, start, ...]``."""
         return [self.numel, len(self._reduced), *(x for s in self._reduced for x in (s.start, s.stop, s.epoch))]
 
 
 def from_digest(numbers: Sequence[int]) -> tuple[Ledger, int]:
-    """Read a ledger from the start of ``numbers``; return it and the count of numbers read.  Raises ``LedgerError``."""
+    """Read a ledger from the start of ``numbers``; return ledger and count of numbers read.  Raises ``LedgerError``."""
     if len(numbers) < 2 or not 0 <= numbers[1] <= MAX_SPANS or len(numbers) < 2 + 3 * numbers[1]:
         raise LedgerError("malformed ledger digest")
     used = 2 + 3 * numbers[1]
@@ -146,9 +146,9 @@ def from_digest(numbers: Sequence[int]) -> tuple[Ledger, int]:
 
 
 def merge(ledgers: Sequence[Ledger]) -> list[Held]:
-    """Return all spans that are REDUCED anywhere, cut so that each is entirely REDUCED or entirely LOCAL at each rank.
+    """Return all spans that are REDUCED at some rank, cut so that at each rank a span is all REDUCED or all LOCAL.
 
-    Raises ``LedgerError`` if two ranks have the same element from different epochs, or buckets of different sizes.
+    Raises ``LedgerError`` if an element is REDUCED in different epochs at two ranks, or the buckets differ in size.
     """
     if len({ledger.numel for ledger in ledgers}) > 1:
         raise LedgerError(f"the members' buckets differ in size: {[ledger.numel for ledger in ledgers]} elements")
@@ -174,15 +174,15 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
 
 
 class Memory:
-    """Allocator of the copies of finished sums.  Callers use ``copy``; tests replace the other methods.
+    """Allocator of the copies of finished sums.  Callers use only ``copy``; tests replace the other methods.
 
-    A recovery may copy up to a complete gradient buffer, and the passes of the re-run then need as much memory as
-    usual.  If the copies took that memory, all survivors would run out of it at the same microbatch.  So a copy stays
-    on a GPU only if the peak allocation so far and all copies fit together.
+    A recovery may copy up to a complete gradient buffer, and the forward and backward passes of the re-run then need as
+    much memory as usual.  If the copies took that memory, all survivors would run out of memory at the same microbatch.
+    So a copy stays on a GPU only if the peak allocation so far and all copies fit in its memory together.
     """
 
     def copy(self, values: torch.Tensor, beside: int = 0) -> torch.Tensor:
-        """Copy ``values`` on their device or to host memory; ``beside``: bytes of other copies on the device."""
+        """Copy ``values`` on their device if it has room, else to the host; ``beside``: bytes of other copies on it."""
         if self.has_room(values, beside):
             try:
                 return self.on_device(values)
@@ -191,7 +191,7 @@ class Memory:
         return self.on_host(values)
 
     def has_room(self, values: torch.Tensor, beside: int) -> bool:
-        """Return whether a copy fits on the device next to the peak of an iteration and the other copies."""
+        """Return whether the device has room for a copy, the peak allocation and ``beside`` bytes of other copies."""
         if values.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(values.device)
@@ -199,11 +199,11 @@ class Memory:
         return torch.cuda.max_memory_allocated(values.device) + beside + values.nbytes <= ours
 
     def on_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy ``values`` on their device.  Raises ``torch.OutOfMemoryError``."""
+        """Return a copy of ``values`` on the same device.  Raises ``torch.OutOfMemoryError``."""
         return values.clone()
 
     def on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy ``values`` to host memory: pinned if possible, since the copy back then runs at full bus speed."""
+        """Return a copy of ``values`` in host memory, pinned if possible: then the copy back runs at full bus speed."""
         try:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         except RuntimeError:  # no CUDA, or the limit of pinned memory is reached
@@ -212,9 +212,10 @@ class Memory:
 
 
 class Bucket:
-    """Contiguous tensor that is reduced as one unit, viewed as flat, and its ledger.
+    """Contiguous tensor that is reduced as one unit, as the flat view ``flat``, with its ledger.
 
-    Between ``submit`` and the end of ``wait`` of a collective the bucket belongs to the group; otherwise to the caller.
+    From the submission of a collective until ``Handle.wait`` returns the bucket belongs to the group, otherwise to the
+    caller.
     """
 
     def __init__(self, tensor: torch.Tensor, ledger: Ledger | None = None) -> None:
@@ -227,16 +228,16 @@ class Bucket:
     def of_gradients(cls, parameters: Iterable[torch.Tensor], extra: int = 0) -> Self:
         """Create a bucket that holds the parameters' ``grad``, in order, and ``extra`` elements behind them.
 
-        All parameters must have the first one's dtype and device.  ``backward`` then accumulates into the bucket, and
-        an optimizer steps with it.  Do not call ``zero_grad``: it would detach the gradients from the bucket.
-        For a distributed parameter (``fully_shard``) the bucket holds this worker's shard.
+        All parameters must have the same dtype and device.  ``backward`` then accumulates into the bucket, and the
+        optimizer reads its gradients there.  Do not call ``zero_grad``: it would detach the gradients from the bucket.
+        For a distributed parameter (``fully_shard``) the bucket holds the gradient of this worker's shard.
         """
         tensors = list(parameters)
         shards = [_shard(parameter) for parameter in tensors]
         flat = torch.zeros(sum(s.numel() for s in shards) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
         at = 0
         for parameter, shard in zip(tensors, shards, strict=True):
-            # In the parameter's memory format (channels_last): fused optimizers traverse both in parallel.
+            # Same memory format as the parameter (channels_last): fused optimizers traverse both in parallel.
             order = torch.empty_like(shard, device="meta").stride()
             gradient = flat[at : at + shard.numel()].as_strided(shard.shape, order)
             parameter.grad = _laid_out_as(parameter, gradient)
@@ -249,21 +250,21 @@ class Bucket:
         self.ledger.clear()
 
     def save_sums(self, memory: Memory | None = None, beside: int = 0) -> SavedSums:
-        """Save the REDUCED spans (and nothing else) before gradients are accumulated into the bucket again.
+        """Copy the REDUCED spans (only these) before gradients are accumulated into the bucket again.
 
-        ``with bucket.set_aside():`` restores them at exit.  ``memory``: allocator of the copies; by default they stay
-        on the bucket's device if they fit.  ``beside``: bytes of other buckets' copies on that device.
+        ``with bucket.save_sums():`` restores these spans at exit.  ``memory``: allocator of the copies; by default the
+        copies stay on the bucket's device if they fit.  ``beside``: bytes of other buckets' copies on that device.
         """
         return SavedSums(self, memory or Memory(), beside)
 
 
 def _shard(parameter: Any) -> torch.Tensor:
-    """Return this worker's shard of ``parameter``; all of it if it is not distributed."""
+    """Return this worker's shard of ``parameter``, or ``parameter`` itself if it is not distributed."""
     return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is distributed as ``parameter`` is, with ``shard`` as this worker's shard."""
+    """Return ``shard`` as a tensor with the distribution of ``parameter``: a DTensor if ``parameter`` is a DTensor."""
     if not is_distributed(parameter):
         return shard
     from torch.distributed.tensor import DTensor  # takes 0.5 s; callers with DTensors have it loaded
@@ -280,13 +281,13 @@ def is_distributed(parameter: Any) -> bool:
 
 
 class SavedSums:
-    """Saved finished sums of a bucket, while lost microbatches are run again into it."""
+    """Copies of a bucket's finished sums, kept while lost microbatches are run again and accumulate into the bucket."""
 
     def __init__(self, bucket: Bucket, memory: Memory, beside: int) -> None:
         self._bucket = bucket
         self._kept: list[tuple[Span, torch.Tensor]] = []
         self.device_bytes = 0
-        """Bytes of the copies on the bucket's device."""
+        """Bytes of those copies that are on the bucket's device, not on the host."""
         for span in bucket.ledger.reduced:
             copy = memory.copy(bucket.flat[span.start : span.stop], beside + self.device_bytes)
             self._kept.append((span, copy))
@@ -305,6 +306,6 @@ class SavedSums:
         return sum(values.nbytes for _, values in self._kept)
 
     def restore(self) -> None:
-        """Overwrite the REDUCED spans with the finished sums."""
+        """Copy the saved sums back to the REDUCED spans of the bucket."""
         for span, values in self._kept:
             self._bucket.flat[span.start : span.stop].copy_(values)

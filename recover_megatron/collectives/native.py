@@ -1,23 +1,26 @@
-"""Collectives of the backend behind the interface of a group: for fabrics where the vendor's algorithm is faster.
+"""Group that sums with a backend's own collectives (NCCL): for fabrics where they are faster than the ring.
 
     a bucket that is computed --> pack --> reduce_scatter --over and believed--> all_gather or transfer --.
                                                                                                           |
               handle.finish <-- mark in the ledger <-- copy to the bucket, and wait for it <--over and believed
 
-One operation at a time: an operation is enqueued when the host knows that the previous one is over
-(`collectives.device` gives the reason).  The collectives read the bucket or a packed copy, and write scratch.  The
-host enqueues the copy to the bucket only when all operations of a round have succeeded.  So a bucket (or its owned
-chunk) is entirely LOCAL or entirely REDUCED; a failed operation leaves garbage only in scratch, which is never read.
+An operation is over when the device has run it, and believed if the backend then reports success and the epoch is not
+revoked (`collectives.nccl.communicator`).  An operation is enqueued only when the host knows that the previous
+operation is over (`collectives.device` gives the reason).  The collectives read the bucket or a packed copy, and write
+scratch.  The host enqueues the copy to the bucket only when all operations of a round have succeeded.  So the part of a
+bucket that a round sums is entirely LOCAL or entirely REDUCED; a failed operation leaves garbage only in scratch, which
+is never read.
 
-A backend handles equal parts only.  Pure functions map a bucket, of which each rank owns some spans, to equal parts:
+A backend handles equal parts only, but the chunks of a bucket, each owned by one rank, may differ in length.  Pure
+functions map the chunks to equal parts:
 
     the bucket      | chunk of rank 0 | chunk of rank 1 | ... |        spans anywhere, chunks of any length
 
-    scratch         | row 0      | row 1      | ... |                  rows of one length; the end of a shorter chunk's
+    scratch         | row 0      | row 1      | ... |                  rows of equal length; the unused end of a
                                                                        row is never read
 
-A row is never longer than an even part of the bucket: longer chunks take several rounds.  So scratch never takes more
-memory than the bucket (plus rounding).
+A row is never longer than the bucket's length divided by the number of members; longer chunks take several rounds.  So
+scratch never takes more memory than the bucket (plus rounding).
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ Message = tuple[torch.Tensor, int]
 
 
 Operation = Any
-"""Enqueued operation.  Its tensors belong to the backend until ``wait`` for it, or ``settle``, has returned."""
+"""Enqueued operation.  Its tensors belong to the backend until ``wait(operation)`` or ``settle()`` has returned."""
 
 
 class NativeBackend(Order, ABC):
@@ -52,42 +55,42 @@ class NativeBackend(Order, ABC):
         reduce_scatter / all_gather / transfer      enqueue, in the same order on all members, without blocking
               |
               '-> Operation --wait--> over and believed: its output may be read
-                              '-----> EpochRevoked or PeerLost: its output is garbage, and so are later ones
+                              '-----> EpochRevoked or PeerLost: its output is garbage, as is all later output
 
-    The caller waits for each operation before it enqueues the next one.  An enqueueing call may raise what ``wait``
-    raises.  Only the group's progress thread calls the methods (except ``submitted``, see ``Order``).
+    The caller waits for each operation before it enqueues the next operation.  Enqueueing raises the same errors as
+    ``wait``.  Only the group's progress thread calls the methods (except ``submitted``, see ``Order``).
 
-    The tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and have one dtype.  Either they do not overlap,
-    or the smaller one is exactly this member's part of the larger one (NCCL's rule for "in place").
+    The two tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and have the same dtype.  Either they do not
+    overlap, or the smaller tensor is exactly this member's part of the larger tensor (NCCL's rule for "in place").
     """
 
     @abstractmethod
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        """Write this member's part of the sum of all ``source`` to ``output``; one equal part per member."""
+        """Sum the ``source`` of all members; write this member's part of the sum to ``output``; parts are equal."""
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        """Write the ``source`` of every member, by rank, to ``output``."""
+        """Write the ``source`` of every member, in rank order, to ``output``."""
 
     @abstractmethod
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Exchange messages with single members concurrently; at most one each way per pair and transfer.
+        """Exchange messages with single members concurrently; a pair of members exchanges at most one each way.
 
-        Every receive must match a send of the same size and dtype at the other member, in the same transfer of the
-        sequence of operations.  A member without messages skips the call.
+        The same transfer at the other member must contain, for every receive here, a send of equal size and dtype.  A
+        member without messages skips the call.
         """
 
     @abstractmethod
     def wait(self, operation: Operation) -> None:
-        """Block the host until ``operation`` is over and believed; called once per operation, in order.
+        """Block the host until ``operation`` is over and believed; the caller waits once per operation, in order.
 
-        Raises ``EpochRevoked`` after a revocation and ``PeerLost`` if a member is dead (a backend may instead block
-        until the revocation).
+        Raises ``EpochRevoked`` after a revocation.  If a member is dead, raises ``PeerLost`` or blocks until the
+        revocation, depending on the backend.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Return when no operation reads or writes a tensor of the caller any more; called after an error."""
+        """Wait until no operation reads or writes a tensor of the caller any more; called after an error."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,12 +98,12 @@ class NativeBackend(Order, ABC):
 
 
 ALIGNED_BYTES = 128
-"""Alignment of the cuts between rows, where the chunks allow it: unaligned, NCCL copies byte by byte."""
+"""Alignment in bytes of the boundaries between chunks in an all-reduce: NCCL copies unaligned rows byte by byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Range of ``length`` elements: at offset ``bucket`` of the bucket, at offset ``scratch`` of the rows."""
+    """Copy of ``length`` elements between offset ``bucket`` of the bucket and offset ``scratch`` of the rows."""
 
     bucket: int
     scratch: int
@@ -109,13 +112,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Chunks of one round: the spans that each rank owns, with a row of ``width`` elements per rank."""
+    """Round of a collective: the spans that each rank owns in it; a row of scratch has ``width`` elements."""
 
     chunks: Chunks
     width: int
 
     def in_place(self) -> Span | None:
-        """Return the span of the bucket that already contains all rows in order, if one exists."""
+        """Return the span of the bucket that can be used as the rows without a copy, if one exists."""
         first = next((chunk[0].start for chunk in self.chunks if chunk), 0)
         for rank, chunk in enumerate(self.chunks):
             if len(chunk) != 1 or chunk[0] != Span(first + rank * self.width, first + (rank + 1) * self.width):
@@ -123,7 +126,7 @@ class Round:
         return Span(first, first + len(self.chunks) * self.width)
 
     def copies(self, rank: int, row: int) -> Iterator[Copy]:
-        """Yield the copies for the chunk of ``rank``, which is in row number ``row``."""
+        """Yield the copies between the bucket and row number ``row`` for the chunk of ``rank``, one copy per span."""
         at = row * self.width
         for span in self.chunks[rank]:
             yield Copy(span.start, at, len(span))
@@ -131,7 +134,7 @@ class Round:
 
 
 def rounds(chunks: Chunks, longest: int) -> list[Round]:
-    """Cut ``chunks`` into rounds with rows of at most ``longest`` elements; no round if all chunks are empty."""
+    """Cut ``chunks`` into rounds with rows of at most ``longest`` elements; return [] if all chunks are empty."""
     width = max(sum(map(len, chunk)) for chunk in chunks)
     if width <= longest:
         return [Round(chunks, width)] if width else []
@@ -166,28 +169,28 @@ def joined(copies: Iterator[Copy]) -> list[Copy]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of one round of one collective at one member: everything that does not depend on the ledger."""
+    """Copies and rows of one round of a collective at one member; cached, since the ledger does not change them."""
 
     round: Round
     source: Span | None
-    """Span of the bucket that a reduce_scatter reads; None: it reads the ``packed`` copy in scratch."""
+    """Span of the bucket that a reduce_scatter reads in place; None: it reads the copies ``packed`` in scratch."""
     packed: tuple[Copy, ...]
     """Copies from the bucket to scratch, before the operations."""
     rows: tuple[tuple[int, int], ...]
-    """(rank, row of scratch) of the chunks that this member obtains, including its own."""
+    """(rank, row of scratch) of each chunk that this member has after the operations, including its own chunk."""
     own: int
-    """Row of this member."""
+    """Row of scratch for this member's own chunk."""
     scratch_rows: int
     brought: tuple[Copy, ...]
-    """Copies from scratch to the bucket, after the operations, if none of the elements is REDUCED yet."""
+    """Copies from scratch to the bucket after the operations; used as they are if no element is REDUCED yet."""
 
     def copies(self) -> Iterator[Copy]:
-        """Return the copies of ``brought``, separately by chunk and span."""
+        """Return the same copies as ``brought``, but not merged: one copy per chunk and span."""
         return (copy for rank, row in self.rows for copy in self.round.copies(rank, row))
 
 
 def plan_rounds(rank: int, chunks: Chunks, longest: int, *, reduce: bool, to: Collection[int]) -> tuple[Plan, ...]:
-    """Plan the rounds of a collective at ``rank``; ``to``: distances in ranks to the members that get its chunk."""
+    """Plan the rounds of a collective at ``rank``; ``to``: distances in ranks from a chunk's owner to its receivers."""
     return tuple(_plan(rank, round_, reduce, to) for round_ in rounds(chunks, longest))
 
 
@@ -210,26 +213,26 @@ def _plan(rank: int, round_: Round, reduce: bool, to: Collection[int]) -> Plan:
 
 
 def missing(plan: Plan, ledger: Ledger) -> Iterator[Copy]:
-    """Return the copies of a round whose elements are not REDUCED in the ledger yet, by chunk and span."""
+    """Return the copies of a round, one per chunk and span, except for spans that are REDUCED in the ledger."""
     return (copy for copy in plan.copies() if not ledger.covers(Span(copy.bucket, copy.bucket + copy.length)))
 
 
 @dataclass(eq=False)
 class NativeTask(Task):
-    """Collective on a bucket, in rounds."""
+    """Submitted collective on a bucket, with the plans of its rounds."""
 
     spec: BucketCollective
     rounds: Sequence[Plan]
     epoch: Callable[[int], int] | int
-    """Epoch for the marks, or a function of a span's first element."""
+    """Epoch with which finished spans are marked, or a function that returns it for a span's first element."""
     token: object
 
 
 class Sequential(Executor[NativeTask]):
     """Executor that runs the collectives of a backend group one after the other, in the order of submission.
 
-    ``hook``: called with ``add`` while a reduce-scatter is in flight, and with ``store`` (``gather`` if nothing is
-    summed) when a round has been copied to the bucket.
+    ``hook``: called with ``add`` while a reduce-scatter is in flight, and when a round has been copied to the bucket:
+    with ``store`` if the collective sums, else with ``gather``.
     """
 
     def __init__(self, backend: NativeBackend, rank: int, size: int, device: torch.device, hook: Hook | None) -> None:
@@ -281,7 +284,7 @@ class Sequential(Executor[NativeTask]):
     # ---- one round
 
     def _operations(self, spec: BucketCollective, plan: Plan, scratch: torch.Tensor) -> Iterator[Operation]:
-        """Yield the operations of a round; each is enqueued when the caller requests it."""
+        """Yield the operations of a round; each is enqueued when the caller requests it from the iterator."""
         backend, rank, size, width = self._backend, self._rank, self._size, plan.round.width
         flat, to = spec.flat, spec.to
         own = scratch[plan.own * width : (plan.own + 1) * width]
@@ -301,7 +304,7 @@ class Sequential(Executor[NativeTask]):
             yield backend.transfer(sends, receives)
 
     def _keep(self, task: NativeTask, plan: Plan, scratch: torch.Tensor) -> None:
-        """Write the finished chunks to the bucket and mark them; spans that are REDUCED already stay unchanged."""
+        """Write the finished chunks to the bucket and mark them REDUCED; leave spans that were REDUCED before."""
         flat, ledger, epoch = task.spec.flat, task.spec.ledger, task.epoch
         if isinstance(epoch, int):
             copies = joined(missing(plan, ledger)) if ledger.reduced else plan.brought
@@ -319,7 +322,7 @@ class Sequential(Executor[NativeTask]):
 
 
 class NativeGroup(Group):
-    """Group over the backend's collectives; create it with ``open_group``."""
+    """Group that uses the backend's collectives; created by ``open_group``."""
 
     cut_bytes = ALIGNED_BYTES
 

@@ -1,14 +1,14 @@
-"""Reads from the peer stores of other workers, and reachability tests.  No node is special.
+"""Clients of the peer stores of other workers, and reachability tests.  Every worker has a store; none is special.
 
-    every worker    PeerStoreServer: a key-value service in a thread; the worker's status contains its address
-    every group     PeerStoreClient: this worker's view of the group's store, which one member keeps; all use the same
-    every ring      Neighbours: each member writes to its own store, and reads from its successor's
-    one worker      Fetcher: reads bytes of another worker, outside any epoch (``instep.state.overlap``)
-    one worker      unreached: returns the other workers that it cannot connect to
+    for every worker    PeerStoreServer: a key-value service in a thread; the worker's status contains its address
+    for every group     PeerStoreClient: client of the peer store of one member, which all members of the group use
+    for every ring      Neighbours: each member writes to its own store, and reads from its successor's store
+    between workers     Fetcher: reads bytes of another worker, outside any epoch (``instep.state.overlap``)
+    between workers     unreached: returns the workers to which this worker cannot connect
 
-If the member that keeps a group's store dies, the epoch is over anyway, and in the next one the group uses another's.
-A client connects and receives in a thread, so a silent host blocks no training thread: its values are just missing
-until the epoch is revoked.
+If the member whose store a group uses dies, the epoch is over anyway, and in the next epoch the group uses the store of
+another member.  A client connects and receives in a thread, so a silent host blocks no training thread: the values of
+that host are missing until the epoch is revoked.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from recover_megatron.network.connection import Challenge, Connection, Unreachab
 from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
 
 WAIT = timedelta(seconds=60)
-"""Time limit of the blocking operations of ``PeerStoreClient``."""
+"""Default time limit of the blocking operations of ``PeerStoreClient``."""
 
 
 class PeerStoreClient(dist.Store):
     """Client of the peer store at ``address``.  If the store is unreachable, all operations raise ``PeerLost``.
 
-    ``epoch``: epoch of the groups which use it; their values are deleted some epochs later.  None: they are kept.
+    ``epoch``: epoch of the groups that use this client; the server deletes the values set with it some epochs later.
+    None: the values are kept.
     """
 
     def __init__(self, address: str, secret: bytes, epoch: int | None = None) -> None:
@@ -147,9 +148,10 @@ class PeerStoreClient(dist.Store):
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Peer stores of the members of a ring: each member writes to its own store, and needs only its neighbours.
+    """Key-value store made of the peer stores of a ring's members: each value is in the store of its writer.
 
-    A key ends in the rank of the member that sets it, its index in ``members``.
+    Every key ends in "/" and the rank (the index in ``members``) of the member that sets it, so a reader knows whose
+    store to ask.  A member of a ring connects to its neighbours only.
     """
 
     own: PeerStoreServer
@@ -157,7 +159,7 @@ class Neighbours:
     client_of: Callable[[int], PeerStoreClient]
     """Returns the client of a member's peer store."""
     epoch: int
-    """Epoch of all values that are set."""
+    """Epoch with which ``set`` stores values; the server deletes them some epochs later."""
 
     def set(self, key: str, value: str) -> None:
         self.own.put(key, value, self.epoch)
@@ -166,7 +168,7 @@ class Neighbours:
         return self._of(key).get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set.  Raises ``PeerLost``, which names the member."""
+        """Return whether all keys are set.  Raises ``PeerLost`` with the member whose store is unreachable, if any."""
         for key in keys:
             try:
                 if not self._of(key).check([key]):
@@ -183,10 +185,10 @@ class Neighbours:
 
 
 class Fetcher:
-    """Connection to the peer store at ``address``, to read bytes of its worker; a thread of that worker answers.
+    """Connection to the peer store at ``address``, to read bytes of the store's worker; a thread there answers.
 
-    ``patience``: as for ``network.connection.Connection``.  Raises ``PeerLost`` if the other side is unreachable,
-    closes the connection, or does not know the run's secret.
+    ``patience``: as for ``network.connection.Connection``.  Raises ``PeerLost`` if the store is unreachable, closes the
+    connection, or does not know the run's secret.
     """
 
     def __init__(self, address: str, secret: bytes, patience: Callable[[], None]) -> None:
@@ -197,7 +199,7 @@ class Fetcher:
             raise self._lost(error, unreachable=error.unreachable) from error
 
     def fetch(self, what: Sequence[int]) -> bytes | None:
-        """Return what the other side's ``source`` returns for these numbers: at most ``MOST_BYTES`` bytes, or None."""
+        """Return the bytes (at most ``MOST_BYTES``) or None from the server's ``source`` for the numbers ``what``."""
         try:
             self._connection.send({"fetch": list(what)})
             size = int(self._connection.receive()["bytes"])
@@ -218,19 +220,19 @@ class Fetcher:
 
 
 REACH_SECONDS = 4.0
-"""Time limit in seconds that callers pass to ``unreached``."""
+"""Time limit in seconds of a reachability test: callers pass it to ``unreached``."""
 AT_ONCE = 256
-"""Connections that ``unreached`` tries at a time."""
+"""Number of connections that ``unreached`` tries at a time."""
 _PAUSE = 0.25
-"""Pause in seconds before a worker that refused is tried again, and between two calls of ``gone``."""
+"""Pause in seconds before workers that were not reached are tried again, and between two calls of ``gone``."""
 
 
 def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], Collection[int]] = tuple) -> set[int]:
     """Return the workers to whose peer stores (worker -> "HOST PORT") no connection succeeds within ``seconds``.
 
-    Only the kernels of both hosts take part: a worker that is stopped or busy is still reachable.  An unreachable
-    worker is tried again until the time is over, so a network path may recover meanwhile.  ``gone``: returns workers
-    that need not be tried any more; polled repeatedly; the result does not contain them.
+    Only the kernels of both hosts take part, so a worker that is stopped or busy counts as reachable.  An unreachable
+    worker is tried again until the time is over, so a network path may recover meanwhile.  ``gone``: polled; returns
+    workers that need not be tried any more, and are not in the result.
     """
     deadline = time.monotonic() + seconds
     left, reached = sorted(addresses), set[int]()
@@ -251,7 +253,7 @@ def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], C
 
 
 def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Collection[int]]) -> set[int]:
-    """Return the workers that accept a connection, once all attempts have succeeded or failed or the time is over."""
+    """Try to connect to all ``addresses`` until ``deadline`` (monotonic clock); return the workers that accepted."""
     poll, trying, reached = select.poll(), dict[int, tuple[int, socket.socket]](), set[int]()
     try:
         for worker, address in addresses.items():

@@ -3,19 +3,20 @@
     IDLE --submit--> RUNNING --all finished--> IDLE --close--> CLOSED
                         '--revoked, or a fault--> FAILED --close--> CLOSED
 
-All columns of a device share a thread.  So their operations have one order, the same in all workers of a column: the
-order in which buckets are submitted.  A task of another executor begins when all tasks before it are finished.
+All columns of a device share a thread, so all workers of a column run their operations in the same order: the order in
+which buckets are submitted.  If a task belongs to another executor than the task before it, it begins only when all
+tasks before it are finished.
 
-In FAILED every unfinished handle, and every later one, ends with the error.  The error is reported only when the
-executor has settled: from then on these groups do not touch a bucket, a ledger or the network.  If the executor cannot
-settle (its device has failed), the handles end with the error of ``settle`` instead.  That is no ``EpochRevoked``: then
-the caller must not assume that the bucket is untouched or finished.
+In FAILED every unfinished handle, and every later submission, raises the error.  It is raised only after ``settle`` of
+all executors has returned: from then on these groups do not touch a bucket, a ledger or the network.  If ``settle``
+fails (the device has failed), the handles raise the error of ``settle`` instead.  Since this error is no
+``EpochRevoked``, the caller must not assume that a bucket is untouched or finished.
 
-An error of torch's communication counts as a revocation: an abort by another thread and a dead member both look like
-one (``_revocation``).
+An error of torch's communication counts as a revocation (``_revocation``), since an abort by another thread and a dead
+member both appear as such an error.
 
-The work runs in this thread, never in the caller's, so that an asynchronous exception or a signal handler of the
-training thread cannot strike between the copy of a segment and its mark in the ledger.
+The work runs in this thread, never in the caller's thread, so that an asynchronous exception or a signal handler of
+the training thread cannot interrupt between the copy of a segment and its mark in the ledger.
 """
 
 import threading
@@ -31,30 +32,31 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 
 Hook = Callable[[str, int], None]
-"""Hook for tests: called at every boundary of a message with the boundary's name and the message's hop.
+"""Hook for tests: called with the name of a point in the processing of a message, and the message's hop.
 
-``send`` before a message is passed to the transport, ``sent`` after; ``arrived`` when one is complete in scratch;
-``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after (``gather``
-instead of ``store`` in an all-gather).
+``send``: before a message is passed to the transport; ``sent``: after that.  ``arrived``: a message is complete in
+scratch.  ``written``: a finished segment is written but not marked yet.  ``add``, ``finish`` or ``store``: the message
+was processed (``gather`` instead of ``store`` in an all-gather).
 """
 
 
 class Handle:
-    """Handle of a submitted collective."""
+    """Handle with which a caller waits for a submitted collective."""
 
     def __init__(self) -> None:
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return whether ``wait`` would return or raise at once."""
+        """Return whether ``wait`` would return, or raise, without blocking."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the collective is finished here and its buckets may be used again.
 
         Raises ``EpochRevoked`` if the epoch ended first, ``CollectiveMismatch`` if the members issued different
-        collectives, ``TimeoutError`` after ``timeout`` seconds (the collective continues).
+        collectives, ``TimeoutError`` if ``timeout`` seconds pass (the collective then continues), and any other error
+        with which the progress thread failed.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"the collective was not finished within {timeout:g} s")
@@ -67,41 +69,41 @@ class Handle:
 
 
 def _afresh(error: BaseException) -> BaseException:
-    """Return the error to raise in another thread.
+    """Return the error to raise in a waiting thread for the progress thread's ``error``.
 
-    A revocation is raised without its traceback, whose frames would keep the connections and the memory of the old
-    epoch alive until the garbage collector runs; training loops often disable it.
+    For a revocation this is a copy without traceback: the traceback's frames would keep the connections and the memory
+    of the old epoch alive until the garbage collector runs, and training loops often disable the collector.
     """
     return EpochRevoked(error.epoch, error.reason) if isinstance(error, EpochRevoked) else error
 
 
 class Executor[T: Task](ABC):
-    """Carries out tasks; only the progress thread calls it."""
+    """Carries out the tasks of one group; only the progress thread calls it."""
 
     @property
     @abstractmethod
     def scratch_peak(self) -> int:
-        """Peak of the scratch in bytes."""
+        """Peak size of the scratch memory in bytes."""
 
     @abstractmethod
     def add(self, task: T) -> None:
-        """Add a task; it is carried out after the previous tasks, or overlapping with them."""
+        """Add a task; the executor may overlap it with the previous tasks, or run it after them."""
 
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """True if a task is unfinished."""
+        """True while an added task is unfinished."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Do a part of the work, blocking if necessary, and finish the handles of finished tasks.
+        """Do one part of the added tasks, blocking if necessary, and finish the handles of tasks that are complete.
 
         Raises ``EpochRevoked``, ``PeerLost``, ``CollectiveMismatch``.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Return when nothing is being read, written or sent any more; called after an error of ``advance``."""
+        """Wait until this executor no longer reads, writes or sends a tensor; called after an error of ``advance``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -122,7 +124,7 @@ class _HandedIn:
 
 
 class ProgressThread:
-    """Progress thread; started with the first task, stopped with the last executor."""
+    """Progress thread of one or several executors; started by the first task, stopped when the last executor closes."""
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class ProgressThread:
         name: str,
         on_device: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``on_device``: context of the thread, in which the device of its groups is the current device."""
+        """``on_device``: returns the context of the thread, in which the groups' device is the current device."""
         self.cancel_token = cancel_token
         self._name = name
         self._on_device = on_device
@@ -141,18 +143,18 @@ class ProgressThread:
         self._unfinished = deque[_HandedIn]()
         self._error: BaseException | None = None
         self._failing = False
-        """True while the thread settles: it still uses the executors."""
+        """True while the thread calls ``settle`` of the executors after an error: they must not be closed yet."""
         self._alive = False
         self._thread: threading.Thread | None = None
         cancel_token.on_cancel(self._wake)
 
     def serve(self, executor: Executor[Any]) -> None:
-        """Take tasks for ``executor`` until it is closed."""
+        """Accept tasks for ``executor`` until ``close(executor)``."""
         with self._changed:
             self._executors.append(executor)
 
     def submit[T: Task](self, executor: Executor[T], task: T) -> Handle:
-        """Submit a task.  Raises the error with which the thread failed; ``RuntimeError`` if ``executor`` is closed."""
+        """Submit a task; return its handle.  Raises the thread's error; ``RuntimeError`` if ``executor`` is closed."""
         with self._changed:
             if executor not in self._executors:
                 raise RuntimeError("the group of this epoch is closed")
@@ -168,7 +170,7 @@ class ProgressThread:
         return task.handle
 
     def close(self, executor: Executor[Any]) -> None:
-        """Finish the tasks of ``executor`` (or fail them, if revoked) and release its resources; idempotent."""
+        """Finish the tasks of ``executor`` (fail them if the epoch is revoked), then close it; idempotent."""
         with self._changed:
             if executor not in self._executors:
                 return
@@ -210,7 +212,7 @@ class ProgressThread:
         del error  # its traceback holds this frame: that cycle would keep the executors' memory
 
     def _next(self) -> bool:
-        """Pass submitted tasks to the executor whose turn it is; wait if there are none; False if closed."""
+        """Pass tasks to their executor when its turn comes; wait while no task exists.  False: all are closed."""
         if self._busy and not (self._queue or self.cancel_token.cancelled):
             return True  # without the lock: a task submitted now is seen at the next call
         with self._changed:
@@ -238,12 +240,12 @@ class ProgressThread:
                 self._changed.notify_all()
 
     def _revocation(self, lost: PeerLost | dist.DistError) -> EpochRevoked:
-        """Cancel the token because of ``lost``; return its error, which keeps the reason of an earlier cancellation."""
+        """Cancel the token because of ``lost``; return the token's error, with the reason of the first cancellation."""
         self.cancel_token.cancel(lost if isinstance(lost, PeerLost) else PeerLost(f"{type(lost).__name__}: {lost}"))
         return self.cancel_token.error()
 
     def _fail(self, error: BaseException) -> None:
-        """Settle, then fail every unfinished handle."""
+        """Settle all executors, then finish every unfinished handle with ``error``, or with the error of ``settle``."""
         with self._changed:
             self._failing = True
             executors = list(self._executors)

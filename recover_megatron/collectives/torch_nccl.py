@@ -1,10 +1,10 @@
-"""Groups of torch over NCCL: their class, the environment that they need, and their creation.
+"""torch's process groups over NCCL (``ProcessGroupNCCL``): creation, and the environment variables that they need.
 
-Written to NCCL's and torch's documented behaviour; run on one GPU, over sockets (docs/reference/gpu_results.md).
+Written to NCCL's and torch's documented behaviour; tested on one GPU, over sockets (docs/reference/gpu_results.md).
 
-Each value of ``environment`` switches off a default behaviour of torch (``ProcessGroupNCCL``, ``NCCLUtils``):
+``environment`` switches off these defaults of torch (``ProcessGroupNCCL``, ``NCCLUtils``), which prevent a recovery:
 
-- its watchdog terminates the process when it sees an error, and its monitor does if the watchdog has no heartbeat;
+- a watchdog terminates the process when it sees an error, and a monitor does so if the watchdog has no heartbeat;
 - a call inside a group launch does not notice that its communicator was aborted: it spins until
   TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, and the coordinator considers the worker hung;
 - for a failed operation the watchdog sleeps TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s, while it holds the lock that
@@ -30,14 +30,14 @@ log = get_logger(__name__)
 
 _NO_TIMEOUT = timedelta(days=7)
 _LONGEST_LAUNCH = 25
-"""Seconds: enough to initialize a group of thousands, and too short for a worker to count as hung."""
+"""Seconds: enough to initialize a group of thousands of workers, too short for a worker to count as hung."""
 _LONGEST_DUMP_MS = 1000
 _NONBLOCKING, _DUMP = "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 def environment(hang_timeout: float) -> dict[str, str]:
-    """Return torch's variables as recovery needs them, if a worker counts as hung after ``hang_timeout`` seconds."""
+    """Return torch's environment variables as recovery needs them; ``hang_timeout``: seconds until a worker is hung."""
     return dict.fromkeys(_OFF, "0") | {
         _NONBLOCKING: str(max(1, min(_LONGEST_LAUNCH, int(hang_timeout / 2)))),
         _DUMP: "1",
@@ -46,9 +46,10 @@ def environment(hang_timeout: float) -> dict[str, str]:
 
 
 def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set torch's variables as recovery needs them, before the first group is created; keep the user's values.
+    """Set torch's environment variables as recovery needs them, except for those that the user has set.
 
-    Returns the user's values that conflict, as "NAME=VALUE instead of VALUE".  (A flight recorder only costs time.)
+    Call it before the first group is created.  Returns the user's values that prevent a recovery, as "NAME=VALUE
+    instead of VALUE".  (A flight recorder prevents none, and only costs time.)
     """
     wanted = environment(hang_timeout)
     for name, value in wanted.items():
@@ -62,10 +63,10 @@ def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str
 
 
 def keep_one_kind(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Make torch's "nccl" mean ProcessGroupNCCL, which ``make_backend`` uses; return the reasons if it cannot.
+    """Make the backend name "nccl" mean ProcessGroupNCCL, as in ``make_backend``; return the reasons if it cannot.
 
-    torch 2.14 and later also have ProcessGroupNCCL2, an option of 2.14 and the default of 2.15.  TORCH_DIST_USE_NCCL2
-    decides at the first use of the name, which is this function at the latest.
+    torch 2.14 and later also have ProcessGroupNCCL2, which is optional in 2.14 and the default in 2.15.  torch reads
+    TORCH_DIST_USE_NCCL2 at the first use of the name, which happens in this function at the latest.
     """
     if not hasattr(c10d, "ProcessGroupNCCL2"):
         return []
@@ -91,7 +92,7 @@ def keep_one_kind(environ: MutableMapping[str, str] = os.environ) -> list[str]:
 
 
 def _below(text: str, limit: float) -> bool:
-    """Return whether torch reads ``text`` as a number below ``limit``; for other texts torch uses its default."""
+    """Return whether ``text`` is an integer below ``limit``; for any other text torch uses its default: False."""
     try:
         return int(text) < limit
     except ValueError:
@@ -99,7 +100,7 @@ def _below(text: str, limit: float) -> bool:
 
 
 def abortable_options(given: Any = None) -> Any:
-    """Return options of a group that may be aborted at any time, otherwise equal to ``given``."""
+    """Return options for a group that can be aborted at any time; all other options are those of ``given``."""
     options = dist.ProcessGroupNCCL.Options()
     if given is not None:
         options.is_high_priority_stream = given.is_high_priority_stream
@@ -112,7 +113,7 @@ def abortable_options(given: Any = None) -> Any:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given: Any = None) -> Any:
-    """Create an NCCL backend whose communicators may be aborted at any time; none is opened yet."""
+    """Create an NCCL backend whose communicators can be aborted at any time; it opens no communicator yet."""
     set_environment()
     options = abortable_options(given)
     if name:
@@ -123,7 +124,7 @@ def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given:
 def make_group(
     store: dist.Store, name: str, rank: int, size: int, device: torch.device, given: Any = None
 ) -> dist.ProcessGroup:
-    """Create a torch process group with such a backend for ``device``; ``given``: options of the previous group."""
+    """Create a torch process group with a backend of ``make_backend`` for ``device``; ``given``: options to copy."""
     group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
     backend = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name, given)
     register(group, device, dist.ProcessGroup.BackendType.NCCL, backend)
@@ -134,8 +135,9 @@ def make_group(
 def connect(group: Any, device: torch.device) -> None:
     """Open the communicator of a group from ``make_group``, for ``device``; all members call this at the same time.
 
-    A communicator that its first operation opens waits for members that compile or compute before they reach it, and
-    fails after TORCH_NCCL_NONBLOCKING_TIMEOUT.  Raises ``DistBackendError``, also if it is aborted meanwhile.
+    Otherwise the group's first operation would open the communicator, wait there for members that still compile or
+    compute, and fail after TORCH_NCCL_NONBLOCKING_TIMEOUT.  Raises ``DistBackendError``, also if the group is aborted
+    meanwhile.
     """
     group._get_backend(device).eager_connect_single_device(device)
 

@@ -1,4 +1,4 @@
-"""Tree of connections among the members of a group: one to the parent, at most ``FAN`` to children.
+"""Collectives of few bytes over a tree of connections: a member has one to its parent, at most ``FAN`` to children.
 
                      0                n members have n - 1 connections, each member at most FAN + 1;
         .--------.---'---.--------.   the distance of two members is at most twice log n;
@@ -7,21 +7,21 @@
      5 6 7 8
 
     open   a member connects to its parent's peer store (`network.peer_store`) and accepts its children's connections at
-           its own: the addresses come with the plan, so no store is read
+           its own peer store; the plan contains all addresses, so no key-value store is read
 
-torch's collectives use it for operations of workers of several replicas between two steps:
+torch's collectives over workers of several replicas use the tree between two steps.  They consist of:
 
-    reduce      up: the members' inputs are combined on the way; the first member has the result
-    gather      up: all inputs, by rank
-    spread      down: data of the first member
+    reduce      up: combines the members' inputs on the way; the first member has the result
+    gather      up: brings all inputs, by rank, to the first member
+    spread      down: sends data of the first member to all members
 
     allreduce = reduce, spread    broadcast = gather of one, spread    all-gather, all-to-all, ... = gather, spread
 
-Results for the first member alone are not spread, and inputs of the first member alone are not gathered.  The data are
-small: losses, numbers for the log, metadata of a checkpoint.  Gradients and states use other connections.
+If only the first member needs the result, it is not spread; if only the first member has an input, it is not gathered.
+The data are small: losses, numbers for the log, metadata of a checkpoint.  Gradients and states use other connections.
 
-A member's death closes its connections: its parent and its children raise ``PeerLost``, and the revocation that follows
-wakes all others.
+If a member dies, its connections close, so its parent and its children raise ``PeerLost``.  The revocation that follows
+wakes all other members.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
 
 FAN = 8
-"""Children of a member; large, since a hop costs more than a connection."""
+"""Maximum number of children of a member; large, since a hop costs more than a connection."""
 _HEADER = struct.Struct("<IQ")
 
 
 def parents(size: int) -> list[int]:
-    """Return the rank of each member's parent, by rank; -1 for the first member."""
+    """Return a list that gives for each rank the rank of its parent; -1 for the first member."""
     return [-1, *((rank - 1) // FAN for rank in range(1, size))]
 
 
 class Tree:
-    """Node of this worker in a tree, with its ``rank``; ``members``: worker ids by rank."""
+    """Connections of this worker, the member ``rank``, in the tree of a group; ``members``: worker ids by rank."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Tree:
         name: str,
         timeout: float = 60.0,
     ) -> None:
-        """``addresses``: peer stores of the members, by rank; ``own``: this worker's store; ``secret``: of all stores.
+        """``addresses``: of the members' peer stores, by rank; ``own``: this worker's store; ``secret``: of all stores.
 
-        ``name``: name of this group and epoch, the same on all members.
+        ``name``: name of this group and epoch, the same on all members.  ``timeout``: time limit in seconds to connect.
 
         Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
@@ -117,13 +117,13 @@ class Tree:
         watch(sock)
         with self._closing:
             self._sockets[member] = sock
-        if self._cancel_token.cancelled:  # the abort may have come before the socket was stored
+        if self._cancel_token.cancelled:  # ``abort`` may have run before the socket was stored
             self.abort()
 
     # ---- messages
 
     def begin(self, what: str) -> None:
-        """Begin an operation; all members must begin the same operations in the same order."""
+        """Begin operation ``what`` (a name); all members must begin the same operations in the same order."""
         self._number += 1
         self._what, self._tag = what, zlib.crc32(f"{what} {self._number}".encode())
 
@@ -136,7 +136,7 @@ class Tree:
             raise self._lost(member, error) from error
 
     def receive(self, member: int) -> bytearray:
-        """Receive from the parent or a child.  Raises as ``send`` does, and ``CollectiveMismatch``."""
+        """Receive from the parent or a child.  Raises as ``send``; ``CollectiveMismatch`` for another operation."""
         tag, length = _HEADER.unpack(self._exactly(member, _HEADER.size))
         if tag != self._tag:
             raise CollectiveMismatch(
@@ -162,14 +162,14 @@ class Tree:
     # ---- the end
 
     def abort(self) -> None:
-        """Wake all threads in ``send`` and ``receive``, here and at the other ends; from any thread."""
+        """Make ``send`` and ``receive`` raise on this worker and its neighbours in the tree; from any thread."""
         with self._closing:
             for sock in self._sockets.values():
                 with contextlib.suppress(OSError):  # the other end was faster
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connections; sent data still arrive.  Idempotent."""
+        """Close the connections; data sent before still arrives.  Idempotent."""
         forget(self)
         with self._closing:
             for sock in self._sockets.values():
@@ -179,15 +179,15 @@ class Tree:
             self._streams.forget(f"{self._name}/{child}")
 
     def close_in_child(self) -> None:
-        """Close the sockets in a forked process, which must not keep a worker's connections open."""
+        """Close the sockets in a forked process: it must not keep the worker's connections open after its death."""
         for sock in self._sockets.values():
             sock.close()
 
 
 class TreeBackend:
-    """Group of workers over ``tree``: the subset of gloo's operations that operations over replicas need.
+    """Backend over ``tree`` with gloo's methods, as far as operations over several replicas need them.
 
-    Operations use the ranks of the tree, and run synchronously.
+    Ranks are those of the tree.  Every operation blocks until it is finished.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -195,9 +195,9 @@ class TreeBackend:
         self._rank = tree.rank
 
     def call(self, start: Callable[[Any], Any]) -> Any:
-        """Run an operation: ``start`` gets this backend.
+        """Return ``start(self)``: ``start`` runs an operation.
 
-        Raises ``EpochRevoked``, and ``PeerLost`` if this member noticed the loss first.
+        Raises ``EpochRevoked``; ``PeerLost`` if this member noticed a loss before the revocation.
         """
         return start(self)
 
@@ -207,7 +207,7 @@ class TreeBackend:
     # ---- up and down
 
     def _reduce(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
-        """Combine the inputs of all members: the first member gets the result, others that of the members below."""
+        """Combine the inputs of this member and all members below it; for the first member these are all members."""
         tree, combine = self._tree, _combination(operation)
         total = tensor.detach().clone()
         for child in tree.children:
@@ -217,7 +217,7 @@ class TreeBackend:
         return total / tree.size if operation == dist.ReduceOp.AVG else total
 
     def _gather(self, own_input: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gather every member's input (None: empty) as bytes, by rank, at the first member."""
+        """Gather every member's input (None: empty) at the first member; return the inputs as bytes, by rank."""
         tree = self._tree
         parts: dict[int, torch.Tensor] = {} if own_input is None else {self._rank: bytes_of(own_input)}
         for child in tree.children:
@@ -227,7 +227,7 @@ class TreeBackend:
         return self._by_rank(parts)
 
     def _spread(self, data: Callable[[], bytes | memoryview]) -> bytes | bytearray | memoryview:
-        """Return the first member's ``data`` at all members."""
+        """Send the first member's ``data`` to all members; return it at each."""
         tree = self._tree
         message = data() if tree.parent is None else tree.receive(tree.parent)
         for child in tree.children:
@@ -235,11 +235,11 @@ class TreeBackend:
         return message
 
     def _spread_like(self, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Return the first member's ``result`` at all members, as a tensor like ``tensor``."""
+        """Send the first member's ``result`` to all members; return it with the shape and dtype of ``tensor``."""
         return _like(tensor, _tensor(self._spread(lambda: _view(result.to(tensor.dtype)))))
 
     def _all(self, own_input: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gather every member's input as bytes, by rank, at all members."""
+        """Gather every member's input at all members; return the inputs as bytes, by rank."""
         found = self._gather(own_input)
         message = self._spread(lambda: _packed(dict(enumerate(found))))
         return self._by_rank(_unpacked(message))
@@ -269,7 +269,7 @@ class TreeBackend:
             tensor.copy_(_like(tensor, self._from(opts.rootRank, tensor if self._rank == opts.rootRank else None)))
 
     def _from(self, root: int, own_input: torch.Tensor | None) -> torch.Tensor:
-        """Return the input of member ``root`` at all members."""
+        """Send the input of member ``root`` to all members; return it as bytes at each."""
         self._tree.begin("broadcast")
         given = own_input
         if root != 0:
@@ -343,7 +343,7 @@ def _tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
 
 
 def _packed(parts: dict[int, torch.Tensor]) -> bytes:
-    """Pack ``parts``: ranks and sizes as a line of text, then the bytes."""
+    """Return ``parts`` (rank -> bytes) as one message: a line with ranks and sizes, then the bytes."""
     line = json.dumps([[rank, part.numel()] for rank, part in parts.items()]).encode() + b"\n"
     return b"".join([line, *(_view(part) for part in parts.values())])
 
@@ -358,7 +358,7 @@ def _unpacked(data: bytes | bytearray | memoryview) -> dict[int, torch.Tensor]:
 
 
 def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as a tensor with the dtype and shape of ``tensor``."""
+    """Return the bytes ``data`` as a tensor with the dtype and shape of ``tensor``."""
     return data.clone().view(tensor.dtype).view(tensor.shape)
 
 

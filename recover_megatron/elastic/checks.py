@@ -1,4 +1,4 @@
-"""Checks that all workers can train alike: of model and optimizer at the start, and of ``backward=`` in each step."""
+"""Checks of model, optimizer and program at the start, and of ``backward=`` in each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 log = get_logger(__name__)
 
 _SUMMING = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Names of torch's wrappers with a process group; by name, since the second one's module takes long to import."""
+"""Names of torch's wrappers that use a process group; names, since importing the module of FSDP takes long."""
 
 type Optimizer = torch.optim.Optimizer | Optimizers
 
@@ -33,15 +33,15 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def strange_parameters(optimizer: Optimizer, known: set[int]) -> int:
-    """Count the parameters that ``optimizer`` trains and that are not among ``known``."""
+    """Return the number of parameters that ``optimizer`` trains and whose ``id`` is not in ``known``."""
     return sum(parameter.requires_grad and id(parameter) not in known for parameter in _parameters(optimizer))
 
 
 def check_backward(arrived: Sequence[torch.Tensor], microbatch: str, *, value: bool) -> None:
     """Raise RuntimeError unless ``backward=`` has added the unscaled gradient of a loss exactly once.
 
-    ``arrived``: the gradients that arrived at the loss passed to ``backward=``: one per backward pass; each is the
-    scale of all gradients of that pass.  ``value``: check the scale, too, which waits for the device.
+    ``arrived``: for each backward pass, the gradient that arrived at the loss passed to ``backward=``; it is the factor
+    by which the pass scales all gradients.  ``value``: also check this factor, which waits for the device.
     """
     if not arrived:
         raise RuntimeError(
@@ -71,7 +71,7 @@ def check(
     *,
     again: bool,
 ) -> None:
-    """Refuse an unsupported model or optimizer, with all reasons: exit code 2 under recover-run, else UserError.
+    """Refuse an unsupported model or optimizer, with all reasons: exit with code 2 under recover-run, else UserError.
 
     ``again``: True if this process has created an ElasticDataParallel before.
     """
@@ -133,7 +133,7 @@ def check(
         reasons.append(
             f"{', '.join(counting[:5])}{others}: running statistics change with each forward pass in train mode, "
             "differently on each worker: use a norm without them (GroupNorm, LayerNorm); to keep the statistics "
-            "fixed, call .eval() on these layers, before this and after each model.train()"
+            "fixed, call .eval() on these layers, before ElasticDataParallel() and after each model.train()"
         )
     if taken := sorted({"model", "optimizer"} & set(state)):
         reasons.append(f"state: the names {', '.join(taken)} are reserved: use other names")
@@ -150,19 +150,19 @@ def check(
 
 
 _AT_IMPORT = program.describe()
-"""Program as loaded at this import: its files may be edited before the model is built."""
+"""Description of the program at this import: the program's files may be edited before the model is built."""
 
 
 def loaded_program() -> dict[str, str]:
-    """Describe the program of this process, with the text that each module had when this package was imported."""
+    """Describe the program of this process; modules that this package's import found are described as of then."""
     return {**program.describe(), **_AT_IMPORT}
 
 
 def some_differ(own: OwnDescription, worker: int, holds: bool, statuses: Mapping[int, Json], session: Session) -> bool:
-    """Return whether the statuses show that a worker differs from the run; then the epoch is not begun.
+    """Return whether the statuses show that a worker differs from the run; then the caller must not begin the epoch.
 
-    If this worker differs, the process exits; if it also has a state (``holds``), it was launched with the run, and the
-    run ends.
+    If this worker differs and has no state (``holds`` is False), its process exits.  If it has a state, it was launched
+    with the run, and the run ends.
     """
     compared = {each: ComparedStatus.of(status, "holds", "holds", "address") for each, status in statuses.items()}
     odd = odd_ones(compared)

@@ -1,14 +1,14 @@
-"""Model and optimizer whose steps are finished even if workers die in them.
+"""Data-parallel trainer of a model and an optimizer; a step is finished even if workers die during the step.
 
     step(s)   JOIN --plan--> GROUP --> (fetch the state) --> run own share --> sum --> agree --> optimizer's step
                 ^                                                    |
                 '---- a worker died, or joined: all join again ------'     finished work is kept, lost work is run again
 
-    lead(f)   the leading worker calls f; the next sum needs that worker, so f is done when a later step is finished.
+    lead(f)   the leading worker calls f.  The next sum needs that worker, so when a later step is finished, f is done.
               If the worker dies before that, the next leading worker calls f as soon as it has joined.
-    leave()   JOIN, with ``leaving``, until the leading worker has nothing left to do and all workers have the state
+    leave()   JOIN, with ``leaving``, until the leading worker has no function left to call and all have the state
 
-docs/ring.md defines the terms: an epoch is a membership of the run, a bucket the memory of the gradients.
+docs/ring.md defines the terms, such as epoch (a membership of the run) and bucket (the memory of the gradients).
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ from recover_megatron.variables import HOST_VARIABLE
 log = get_logger(__name__)
 
 OPENING_SECONDS = 600.0
-"""Time limit for workers to wait for each other at the start of an epoch: some may be between two steps."""
+"""Time limit in seconds for workers to join an epoch's group: some of them may still be between two steps."""
 
 
 class ElasticDataParallel:
     """Trains ``model`` with ``optimizer`` on all workers of the run, each of which holds the complete model.
 
-    Several models or optimizers (a GAN, actor and critic) are given as lists: all optimizers step, in their order, at
-    each step.  In the state the models have the names of a ``torch.nn.ModuleList``, the optimizers are numbered.
+    Several models or optimizers (a GAN, actor and critic) are given as lists.  In each step all optimizers step, in
+    list order.  In the state the models are named as in a ``torch.nn.ModuleList``, and the optimizers are numbered.
 
-    Each step sums the gradients of the same ``microbatches`` microbatches, each exactly once, whichever workers die and
-    whenever: the parameters equal those of a run without failures, except for the order of additions.
+    Each step sums the gradients of ``microbatches`` microbatches, each exactly once, whichever workers die and when.
+    So the parameters equal the parameters of a run without failures, except for the order of additions.
 
-    ``state``: other objects that change from step to step (a scheduler): sent to new workers, and saved.
-    ``before_update``: called when the gradients of the step are summed, before the optimizer's step, on all workers
-    with the same gradients: to clip them. ``backward``: called with each loss, divided by ``microbatches`` (accelerate:
-    ``accelerator.backward``); it must not scale the gradient. ``seed``: the default generators of Python, NumPy and
-    torch are seeded with it and the step: before each microbatch (also with the microbatch's number, so that dropout
-    does not depend on the worker that runs it), and before the update, so that all workers draw the same numbers there
-    and in the loop; None: the generators are not changed. ``verify_interval``: every that many steps the workers
-    compare digests of their states, before the next sum. A worker whose state differs from the majority's takes that
-    state over; without a majority the run ends with exit code 12. 0: never. ``allow_seconds``: a microbatch may take
-    this long beyond the hang timeout (60 s) before its worker counts as hung. ``compare_code``: refuse a worker whose
-    script, or a module of it, differs from the run's (`program`).
+    ``state``: other objects that change from step to step (a scheduler); sent to new workers, and saved.
+    ``before_update``: called on all workers between the sum of the gradients and the optimizer's step, for example to
+    clip the gradients.  ``backward``: called with each loss, divided by ``microbatches`` (accelerate:
+    ``accelerator.backward``); it must not scale the gradient.  ``seed``: for the default generators of Python, NumPy
+    and torch.  They are seeded with ``seed`` and the step before the update, so that all workers draw equal numbers in
+    update and loop; also with the microbatch's number before each microbatch, so that dropout does not depend on the
+    worker that runs it.  None: the generators are not changed.  ``verify_interval``: number of steps after which
+    the workers compare digests of their states, before the next sum; 0: never.  If a worker's state differs from the
+    majority's, it fetches the majority's state; without a majority the run ends with exit code 12.  ``allow_seconds``:
+    time that a microbatch may take beyond the hang timeout (60 s) before its worker counts as hung.  ``compare_code``:
+    refuse a worker whose script, or a module of it, differs from the run's (`program`).
 
-    Workers need not begin with equal parameters: of the workers with the most completed steps the lowest sends its
-    state to all others.  A process that joins a running job gets the state of the workers that train.  It is refused,
-    exit code 2, if it differs from the run in its program, ``microbatches``, ``seed``, trainable parameters, names in
-    ``state`` or version of this package, or if a ``load_state_dict`` does not restore the state.
+    Workers need not begin with equal parameters: among the workers with the most completed steps, the worker with the
+    lowest id sends its state to all others.  A process that joins a running job gets the state of the workers that
+    train.  It is refused with exit code 2 if a ``load_state_dict`` does not restore the state, or if it differs from
+    the run in its program, arguments, trainable parameters, names in ``state`` or version of this package.
 
     Raises ``UserError`` if ``recover-run`` did not start this process.  If the model or the optimizer is not supported,
-    or this process has created another instance, it prints all reasons and exits with code 2.
+    or this process has created another instance before, the process prints all reasons and exits with code 2.
     """
 
-    _made = False  # True when this process has created one
+    _made = False  # True when this process has created an instance
     _failed: BaseException | None = None  # the exception that was raised by ``step``
     _updating = False  # True while the optimizer steps
 
@@ -108,7 +108,7 @@ class ElasticDataParallel:
         check(module, self._optimizer, parameters, microbatches, state or {}, again=ElasticDataParallel._made)
         self.microbatches = microbatches
         self.completed = 0
-        """Last finished step."""
+        """Number of the last finished step, 0 before the first."""
         self._before_update = before_update or (lambda: None)
         self._allow, self._verify_interval = allow_seconds, verify_interval
         self._state = State({"model": module, "optimizer": self._optimizer, **(state or {})})
@@ -126,14 +126,14 @@ class ElasticDataParallel:
         )
         self._holds = not is_newcomer()
         self._changed = False
-        """True if a step of this run has changed the state, or it was received from another worker."""
+        """True if a step of this run has changed this worker's state, or that of the holder that sent it."""
         self._standing: Standing | None = None
         self._statuses: dict[int, Status] = {}
         self._sent = Status()
-        """Status with which this worker joined last."""
+        """Status with which this worker joined the present epoch."""
         self._leading = Leading()
         self._summed: frozenset[int] = frozenset()
-        """Workers that took part in the last sum."""
+        """Ids of the workers that took part in the last sum."""
         self._uncaught = sys.excepthook
         sys.excepthook = self._ended_by
 
@@ -149,17 +149,16 @@ class ElasticDataParallel:
 
     @property
     def leads(self) -> bool:
-        """True for the lowest worker, which calls the functions given to ``lead``.  False before the first step."""
+        """True if this worker has the lowest id and calls the functions of ``lead``; False before the first step."""
         return self.workers[:1] == [self.worker]
 
     @one_step
     def step(self, microbatch: Microbatch) -> StepResult:
-        """Finish the next step; return when it is finished on all live workers, and applied on this one.
+        """Run the next step; return when all live workers have finished it, and this worker has applied the update.
 
-        Raises what ``microbatch`` raises (the other workers continue, or also exit if the same microbatch or the same
-        error fails there), ``Fenced`` if this worker was evicted, and ``CoordinatorLost`` if the run ends, with the
-        exit code in ``code``; 0: the other workers had finished it.  If an earlier call raised an error, a further call
-        exits the process.
+        Raises the errors of ``microbatch`` (other workers continue, unless this microbatch or error fails there, too),
+        ``Fenced`` if this worker was evicted, and ``CoordinatorLost`` if the run ends; its ``code`` is the exit code, 0
+        if the others have finished the run.  If an earlier call has raised an error, a further call exits the process.
         """
         began, epochs = time.perf_counter(), self._session.epoch
         if more := strange_parameters(self._optimizer, self._known):
@@ -200,10 +199,10 @@ class ElasticDataParallel:
 
     @takes_part
     def begin(self) -> int:
-        """Join the run, and take the state of the worker with the most completed steps; return ``completed``.
+        """Join the run and get the state of the workers with the most completed steps; return ``completed``.
 
-        ``run`` and the first ``step`` do it.  A loop of your own calls it before it reads ``completed``.  Raises
-        ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
+        ``run`` and the first ``step`` call it.  If you write the loop yourself, call it before you read ``completed``.
+        Raises ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
         """
         while not self._holds or not self._column.members:
             with contextlib.suppress(EpochRevoked):
@@ -215,13 +214,13 @@ class ElasticDataParallel:
 
     @takes_part
     def lead(self, function: Callable[[], Any], name: str = "") -> None:
-        """Make one worker call ``function`` for all, between two steps: to write a checkpoint, a log, an evaluation.
+        """Make one worker call ``function`` for all workers between two steps: to save a checkpoint, log or evaluate.
 
-        All workers call ``lead`` at the same place, with the same function.  The leading worker calls the function at
-        once; the others continue, and wait at their next sum, or in ``leave``.  If the leading worker dies in it, the
-        next leading worker calls the function, perhaps a second time, with the state after the same step.  So the
-        function must not depend on later changes of the loop, and must not train.  ``name``: for logs.  Raises what the
-        function raises; exits the process as ``run`` does if this worker is no longer part of the run (``check``).
+        All workers must call ``lead`` after the same step, with the same function.  The leading worker calls the
+        function at once; the other workers continue, and wait at their next sum, or in ``leave``.  If the leading
+        worker dies in the function, the next leading worker calls it, perhaps a second time, with the state after the
+        same step.  So the function must not depend on later changes in the loop, and must not train.  ``name``: for
+        logs.  Raises what the function raises; exits the process as ``run`` does if this worker is out of the run.
         """
         self._leading.add(function, name)
         if self.leads:
@@ -231,18 +230,19 @@ class ElasticDataParallel:
 
     @takes_part
     def check(self) -> None:
-        """Return if this worker is part of the run; call it before an action that an evicted worker must not take.
+        """Raise ``Fenced`` or ``CoordinatorLost`` unless this worker is part of the run.
 
-        A function of ``lead`` calls it before it renames a checkpoint: a worker that was stopped for a while does not
-        know that another worker may have written a newer one.  Raises ``Fenced`` and ``CoordinatorLost``.
+        Call it before an action that an evicted worker must not take: a function of ``lead``, for example, before it
+        renames a checkpoint.  A worker that was stopped for a while does not know that it was evicted, and that another
+        worker may have written a newer checkpoint.
         """
         self._session.wait_in_touch(in_epoch=False)
 
     @takes_part
     def leave(self) -> None:
-        """Leave the run when the training is finished: the others no longer wait for this worker.  ``run`` does it.
+        """Leave the run when the training is finished, so that no worker waits for this one; ``run`` calls it.
 
-        Returns when all functions passed to ``lead`` are done, by any worker, and no worker needs this one's state.
+        Returns when a worker has completed all functions passed to ``lead``, and no worker needs this worker's state.
         Raises ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
         """
         while self._holds and self._leading.unsettled:  # a worker without the state has nothing to send
@@ -252,7 +252,7 @@ class ElasticDataParallel:
                     continue
                 if settled(self._statuses, self._standing, self.completed):
                     self._leading.unsettled = False
-                    if not all(status.leaving for status in self._statuses.values()):  # they wait in this epoch
+                    if not all(status.leaving for status in self._statuses.values()):  # the others wait in this epoch
                         self._session.ask(f"worker {self.worker} leaves before the others")
                     continue
                 if not all(status.holds for status in self._statuses.values()):
@@ -263,11 +263,11 @@ class ElasticDataParallel:
 
     @gives_state
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of completed steps, and the state of model, optimizer and ``state``, for a checkpoint."""
+        """Return the number of completed steps and the states of model, optimizer and ``state``, for a checkpoint."""
         return {"completed": self.completed, "state": self._state.tree()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, which is not modified; before the first step.  Only one worker needs it."""
+        """Load a checkpoint (a copy) before the first step; only one worker needs to, the others get its state."""
         if self._column.members:
             raise RuntimeError("call load_state_dict() before the first step: the other workers do not see a later one")
         with self._gradients.away():
@@ -287,7 +287,7 @@ class ElasticDataParallel:
         )  # fmt: skip
         self._column.join(self._sent.to_json())
         if some_differ(self._own, self.worker, self._holds, self._column.statuses, self._session):
-            self._session.wait_revoked()  # the workers that differ exit, or all do
+            self._session.wait_revoked()  # until the workers that differ have exited, or the run has ended
             return
         self._statuses = {worker: Status.from_json(json) for worker, json in self._column.statuses.items()}
         self._standing = standing(self._statuses, self._column.begins_after)
@@ -295,12 +295,12 @@ class ElasticDataParallel:
             raise self._nobody_holds()
         if self._holds and self.worker not in self._standing.holders:
             lead = self._standing.holders[0]
-            log.info(f"worker {self.worker} started with another state than worker {lead}, which it now takes over")
+            log.info(f"worker {self.worker} started with another state than worker {lead}, and fetches it now")
             self._holds = False
         if not self._holds:
             self._passes.ran = []
             holders = [self._statuses[worker] for worker in self._standing.holders]
-            # Before the last step fewer parameters may have been covered.
+            # A holder that joined before the last step may have covered fewer parameters.
             newest = [status for status in holders if status.completed == self._standing.completed]
             self._gradients.cover((newest or holders)[0].covered)
             self._gradients.clear()
@@ -318,7 +318,7 @@ class ElasticDataParallel:
             self._column.renew(f"worker {self.worker} has called {names} in place of a lost worker")
 
     def _do(self) -> None:
-        """Call the functions of ``lead``: this worker leads."""
+        """Call the kept functions of ``lead``; only the leading worker calls this."""
         allow = self._session.settings.stall_timeout
         self._leading.call(
             lambda name: self._session.mark(self.completed, name, allow=allow),
@@ -326,7 +326,7 @@ class ElasticDataParallel:
         )
 
     def _nobody_holds(self) -> CoordinatorLost:
-        """End the run, for this worker or for all, when all workers with the state have finished or died."""
+        """Return the error for an epoch without a holder; if the holders died (not finished), end the run for all."""
         if self._session.left:
             return CoordinatorLost("the other workers have finished the run", 0)
         why = "all workers that had the state of the run are lost"
@@ -334,7 +334,7 @@ class ElasticDataParallel:
         return CoordinatorLost(why, EXIT_STATE_LOST)
 
     def _finish(self, microbatch: Microbatch) -> None:
-        """Run this epoch's part of the step; return, too, if the next epoch must be joined.  Raises EpochRevoked."""
+        """Run this worker's microbatches, sum, agree; return early if a new epoch is needed.  Raises EpochRevoked."""
         group, at, step = self._enter(), self._standing, self.completed + 1
         if group is None or at is None:
             return
@@ -354,14 +354,14 @@ class ElasticDataParallel:
         self._column.agree(step)
 
     def _enter(self) -> Group | None:
-        """Open the epoch's group and fetch the state; None: a new epoch must be joined.  Raises EpochRevoked."""
+        """Fetch the state if needed; return the epoch's group, None: join a new epoch first.  Raises EpochRevoked."""
         at = self._standing
         assert at is not None, "joined"
         self._mark("rendezvous", waiting=True)
         if self.completed == at.completed and self.worker in at.holders and len(at.holders) < len(self._statuses):
             self._put()
         leaving = [worker for worker, status in self._statuses.items() if status.leaving]
-        # Opening the group pulls spans that are summed anywhere.  Leaving workers take no part in a sum.
+        # Opening the group pulls spans that any member has summed.  If workers leave, no sum takes place in this epoch.
         group = None if leaving else self._column.group(self._gradients.buckets)
         if not self._holds and not self._fetch(at):
             return None
@@ -376,7 +376,7 @@ class ElasticDataParallel:
         self._exchange.put(self._session.epoch, self.completed, self._gradients.trained, self._state)
 
     def _verified(self, group: Group) -> bool:
-        """Compare the workers' states if it is time to; False: they differ, and a new epoch must be joined.
+        """Compare the states of all workers if the interval has passed; return False if they differ (join a new epoch).
 
         Ends the run if no state has a majority.
         """
@@ -395,12 +395,12 @@ class ElasticDataParallel:
         if self.worker in verdict.odd:
             self._holds = False
             self._column.renew(verdict.text(self.completed))
-        else:  # a worker that differs may still be in the exchange: do not end the epoch before it knows
+        else:  # do not end the epoch here: a worker that differs may still be in the exchange
             self._session.wait_revoked()
         return False
 
     def _fetch(self, at: Standing) -> bool:
-        """Fetch the state from its holders; False: no holder was reachable, and a new epoch must be joined."""
+        """Fetch the state from the holders; return False if that failed and a new epoch must be joined."""
         self._mark("state", allow=self._allow)
         holders = {worker: self._statuses[worker].address for worker in at.holders}
         try:
@@ -420,13 +420,13 @@ class ElasticDataParallel:
             self._session.give_up(EXIT_USAGE, f"worker {self.worker}: {error}")
             self._session.wait_revoked()
             return False
-        # As on the holders: a worker whose state no step has changed yet joins with its digest.
+        # As on the holders: if no step has changed the state yet, the worker joins with a digest of it.
         self._holds, self._changed = True, not self._statuses[at.holders[0]].digest
         log.info(f"worker {self.worker} received the state after step {self.completed} from worker {at.holders[0]}")
         return True
 
     def _report(self, phase: str, j: int | None, error: Exception) -> None:
-        """Report to the coordinator why this worker exits: it ends the run if the work itself is faulty."""
+        """Report ``error`` to the coordinator, which ends the run if the work, not this worker, is faulty."""
         tried = [] if j is None else [*self._passes.ran, j]
         self._session.report_exception(
             self.completed + 1, j, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)),
@@ -434,13 +434,13 @@ class ElasticDataParallel:
         )  # fmt: skip
 
     def _begins_with(self, why: str) -> RuntimeError:
-        """Report an error at the start of a step to the coordinator; return the error."""
+        """Create an error with text ``why``, at the start of a step; report it to the coordinator and return it."""
         error = RuntimeError(why)
         self._report("begin", None, error)
         return error
 
     def _ended_by(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report an uncaught exception to the coordinator, unless that was done; it is the ``sys.excepthook``."""
+        """Report an uncaught exception to the coordinator, as ``sys.excepthook``; then call the previous hook."""
         if isinstance(error, Exception):
             self._report("between steps", None, error)
         self._uncaught(kind, error, trace)

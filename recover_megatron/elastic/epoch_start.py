@@ -1,11 +1,11 @@
-"""Statuses with which workers join an epoch, and decisions that follow from them: holders of the state, shares of work.
+"""Start of an epoch: from the statuses of all workers follow the holders of the state and the shares of the work.
 
-Each member computes these decisions from the same statuses, which the plan of the epoch contains.
+The plan of the epoch contains the statuses, so each member computes equal results from them.
 
     joined with   completed=7  holds  ran=(0, 3)     a worker died in step 8: its microbatches 1 and 4 are lost
                   completed=7  holds  ran=(2, 5)
                   completed=0  -      ran=()         a newcomer: fetches the state, and runs nothing in this step
-    shares        8: {0: [1], 1: [4], 2: []}         from step 9 on all three workers run microbatches
+    shares        step 8: {0: [1], 1: [4], 2: []}    from step 9 on all three workers run microbatches
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ class Status:
     """Status with which a worker joins an epoch."""
 
     completed: int = 0
-    """Last step that its state contains."""
+    """Last step that the worker's state contains."""
     holds: bool = False
-    """True if it has a state to continue from; a worker that joins a running job has none."""
+    """True if the worker has a state to continue from; a worker that joins a running job has none."""
     digest: str = ""
-    """Digest of a state that no step of this run has changed yet; empty afterwards: then all holders have the same."""
+    """Digest of the worker's state until a step of this run changes it; then "", as all holders have equal states."""
     ran: tuple[int, ...] = ()
-    """Microbatches of step ``completed + 1`` whose gradients it holds."""
+    """Numbers of the microbatches of step ``completed + 1`` whose gradients the worker has."""
     address: str = ""
-    """Address of its peer store, from which its state is fetched."""
+    """Address of the worker's peer store, from which other workers fetch its state."""
     flags: str = ""
+    """Digest of the worker's settings, which must equal the run's (`collectives.comparison`)."""
     code: str = ""
-    """Digests of its settings and of its program, which must equal the run's (`collectives.comparison`)."""
+    """Digest of the worker's program, which must equal the run's (`collectives.comparison`)."""
     covered: str = ""
-    """Parameters that have a part of its buckets (`Gradients.covered`)."""
+    """Parameters with a part in the worker's buckets, as in `Gradients.covered`."""
     todo: int = 0
-    """Number of functions that it must call if it leads: calls of `lead` since step ``completed``."""
+    """Number of functions passed to `lead` since step ``completed`` that this worker must call if it leads."""
     leaving: bool = False
-    """True if it has no further step: it leaves when no worker needs it."""
+    """True if the worker has finished its last step, and leaves when no worker needs it."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -54,7 +55,7 @@ class Status:
     def from_json(cls, json: Json) -> Status:
         """Read a status; ignore fields that another version of this package has added.
 
-        A worker of another version is refused; its status must not crash the worker that reads it.
+        A worker of another version is refused, but its status must not crash the worker that reads it.
         """
         known = {field.name: json[field.name] for field in fields(cls) if field.name in json}
         return cls(**{**known, "ran": tuple(json.get("ran", ()))})
@@ -63,7 +64,7 @@ class Status:
     def settings(
         model: torch.nn.Module, microbatches: int, seed: int | None, verify_interval: int, state: Mapping[str, Stateful]
     ) -> dict[str, str]:
-        """Return the settings whose digest is ``flags``: name -> text."""
+        """Return the settings that must be equal on all workers, name -> text; ``flags`` is a digest of them."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         orders = {name: "" if p.is_contiguous() else f", strides {list(p.stride())}" for name, p in trained.items()}
         parameters = {f"parameter {name}": f"{p.dtype} {list(p.shape)}{orders[name]}" for name, p in trained.items()}
@@ -73,7 +74,7 @@ class Status:
         return {"recover_megatron": program.VERSION, "the order of the parameters": order, **others, **parameters}
 
     def after(self, committed: int) -> Status:
-        """Return the status after applying the commits up to ``committed``: at most one step."""
+        """Return the status with all steps up to ``committed`` applied; at most one is missing."""
         if self.completed >= committed:
             return self
         return replace(self, completed=committed, digest="", ran=())
@@ -84,16 +85,17 @@ class Standing:
     """State of the run at the start of an epoch."""
 
     completed: int
-    """Last step that the state of the run contains."""
+    """Last finished step of the run."""
     holders: tuple[int, ...]
-    """Workers that have that state, ascending; the other members fetch it from them."""
+    """Ids of the workers that have the state after this step, ascending; the other workers fetch it from them."""
 
 
 def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
-    """Return the state of the run and its holders; None if no worker holds a state.
+    """Return the last step of the run and the holders of its state; None if no worker has a state.
 
-    At the start workers may differ (another seed, a checkpoint that only some have).  The holders are the workers with
-    the most completed steps whose state equals that of the lowest of them.
+    At the start of a run, states may differ (other seeds, a checkpoint that only some workers have).  Among the workers
+    with the most completed steps, the state of the worker with the lowest id counts, and the holders are the workers
+    with an equal state.
     """
     now = {worker: status.after(committed) for worker, status in sorted(statuses.items()) if status.holds}
     if not now:
@@ -105,9 +107,9 @@ def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
 
 
 def odd_cover(statuses: Mapping[int, Status], at: Standing) -> int | None:
-    """Return the first holder of the state that covers other parameters than the lowest holder; None if none does.
+    """Return the first holder whose buckets contain other parameters than the lowest holder's; None if there is none.
 
-    Workers that joined before the last step was finished do not count: they may not have unfrozen a layer yet.
+    Holders that joined before they applied the last step do not count: they may not have unfrozen a layer yet.
     """
     newest = {worker: statuses[worker].covered for worker in at.holders if statuses[worker].completed == at.completed}
     return next((worker for worker, covered in newest.items() if covered != next(iter(newest.values()))), None)
@@ -116,9 +118,10 @@ def odd_cover(statuses: Mapping[int, Status], at: Standing) -> int | None:
 def shares(
     statuses: Mapping[int, Status], at: Standing, members: Sequence[int], step: int, microbatches: int
 ) -> dict[int, list[int]]:
-    """Return worker -> microbatch ids of ``step`` that it must run: those that no worker had when the epoch began.
+    """Return worker -> numbers of the microbatches of ``step`` that the worker must run.
 
-    In the epoch's first step only holders get microbatches: the others are fetching the state.
+    In the epoch's first step these are the microbatches whose gradients no holder has, and only holders get some, since
+    the other workers are fetching the state.
     """
     if step != at.completed + 1:
         return _everybodys(tuple(sorted(members)), microbatches)
@@ -131,6 +134,6 @@ def shares(
 
 @lru_cache(maxsize=1)
 def _everybodys(workers: tuple[int, ...], microbatches: int) -> dict[int, list[int]]:
-    """Return the shares of every step of an epoch except the first; cached: with many workers it takes up to 1 ms."""
+    """Return the shares of every step of an epoch but the first; cached, as it takes up to 1 ms with many workers."""
     dealt = reassign(list(range(microbatches)), 1, workers, load=dict.fromkeys(workers, 0))
     return {worker: dealt[worker][0] for worker in workers}

@@ -1,15 +1,15 @@
-"""Random numbers that do not depend on the worker that draws them: step and microbatch seed the generators.
+"""Seeds for the random number generators, from step and microbatch: all workers draw equal numbers.
 
     microbatch j of step s     seeded by (seed, s, j)    dropout does not depend on the worker that runs the microbatch
     the update of step s       seeded by (seed, s)       the same on all workers: noise, stochastic rounding
-    the loop after step s      continues from there      the same on all workers: an order of samples
+    the loop after step s      continues that sequence   the same on all workers: an order of samples
     after `lead`               seeded by (seed, s, n)    the leading worker may have drawn more than the others
 
 So a run in which workers die draws the same numbers as a run without failures, and a new worker draws the same numbers
-as the others.  The script itself must set a seed for numbers that it draws before the first step.
+as the others.  For numbers that the script draws before the first step, the script must set a seed.
 
-Seeded are Python's ``random``, NumPy's global generator if the process has imported NumPy, and torch's default
-generators of the CPU and of the parameters' device type.
+The seeded generators are Python's ``random``, NumPy's global generator if the process has imported NumPy, and torch's
+default generators of the CPU and of the parameters' device type.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 
 
 class Generators:
-    """Seeds the default generators of this process.  ``seed`` None: they are not changed."""
+    """Seeds the default generators of this process; if ``seed`` is None, it does not change them."""
 
     def __init__(self, seed: int | None, device: torch.device) -> None:
         """``device``: device of the parameters."""
         self._seed = seed
-        # Not torch.manual_seed: for each unused device type it formats a call stack, about 1 ms.
+        # Not torch.manual_seed, which formats a call stack for each unused device type, about 1 ms.
         module = None if device.type == "cpu" else torch.get_device_module(device)
         self._set_device = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
 
@@ -44,9 +44,9 @@ class Generators:
         self._set(f"{step} lead {number}")
 
     def _set(self, of: str) -> None:
-        """Seed all generators from the seed and ``of``, a unique text for each use.
+        """Seed all generators from the seed of the run and ``of``, a text that is unique for each use.
 
-        Equal texts give equal numbers on every worker with the same device type.
+        Equal texts give equal numbers on all workers with the same device type.
         """
         if self._seed is None:
             return

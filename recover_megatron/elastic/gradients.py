@@ -1,4 +1,4 @@
-"""Gradients of a step in memory that the workers sum: buckets, and the counters of a step."""
+"""Gradients and counters of a step, in buckets that the workers sum."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from recover_megatron.errors import Disagreement
 
 
 class Gradients:
-    """Memory of the gradients of a model, on one device, as buckets: one for each dtype of its parameters.
+    """Memory of a model's gradients on one device: one bucket for each dtype of the parameters.
 
-    A parameter is covered (has a part of a bucket) from the first step that begins while it is trainable
-    (``requires_grad``); a parameter that is never trained takes no memory.  The bucket of the widest dtype (float32 or
-    float64; else a separate bucket) ends with the counters of a step: its loss, how often each microbatch was added,
-    and how many microbatches gave each covered parameter a gradient.
+    A parameter is *covered* (has a part of a bucket) from the first step that begins while it is trainable
+    (``requires_grad``); a parameter that is never trained takes no memory.  The counters of a step are at the end of
+    the float64 bucket, else of the float32 bucket, else in a separate bucket: the loss, how often each microbatch was
+    added, and how many microbatches gave each covered parameter a gradient.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
@@ -25,7 +25,7 @@ class Gradients:
         self._all, self._microbatches = list(parameters), microbatches
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._used: set[int] = set()
-        """Covered parameters, by number, that the current microbatch has given a gradient."""
+        """Numbers of the covered parameters to which the current microbatch has given a gradient."""
         self._uses: list[float] = []
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._cover([at for at, parameter in enumerate(self._all) if parameter.requires_grad])
@@ -54,22 +54,22 @@ class Gradients:
         self._hooks = [self._hook(parameter, at) for at, parameter in enumerate(parameters)]
 
     def _hook(self, parameter: torch.Tensor, at: int) -> torch.utils.hooks.RemovableHandle:
-        """Record when a backward pass gives ``parameter`` a gradient."""
+        """Register a hook that adds ``at`` to ``_used`` when a backward pass gives ``parameter`` a gradient."""
         trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # else torch refuses the hook; it is not called while the parameter is frozen
+        parameter.requires_grad_(True)  # else torch refuses the hook; while the parameter is frozen, no hook is called
         handle = parameter.register_post_accumulate_grad_hook(lambda _: self._used.add(at))
         parameter.requires_grad_(trained)
         return handle
 
     @property
     def covered(self) -> str:
-        """Numbers of the covered parameters, as bits of a hexadecimal number."""
+        """Covered parameters, as a hexadecimal number in which bit n stands for parameter n."""
         return f"{sum(1 << at for at in self._covered):x}"
 
     def cover(self, covered: str) -> bool:
-        """Cover exactly the parameters that another worker covers (``covered``); return whether that is a change.
+        """Cover exactly the parameters ``covered`` (of another worker); return whether the buckets have changed.
 
-        Raises ValueError if one of them is not a parameter of this model.
+        Raises ValueError if this model does not have all these parameters.
         """
         bits = int(covered, 16)
         numbers = [at for at in range(bits.bit_length()) if bits >> at & 1]
@@ -81,7 +81,7 @@ class Gradients:
         return True
 
     def grow(self) -> bool:
-        """Cover newly trainable parameters; return whether there are any.  If so, all gradients are zero."""
+        """Cover newly trainable parameters; return whether there are any.  If so, all gradients become zero."""
         if not any(parameter.requires_grad for parameter in self._others):
             return False
         trained = {at for at, parameter in enumerate(self._all) if parameter.requires_grad}
@@ -94,14 +94,14 @@ class Gradients:
         return [parameter.requires_grad for parameter in self._all]
 
     def train(self, trained: Sequence[bool]) -> None:
-        """Freeze and unfreeze the model's parameters as on another worker (``trained``)."""
+        """Make the model's parameters trainable, or frozen, according to the flags ``trained`` of another worker."""
         for parameter, flag in zip(self._all, trained, strict=True):
             parameter.requires_grad_(flag)
 
     def clear(self) -> None:
-        """Prepare the next step: zero all buckets, mark them LOCAL, and set the parameters' ``grad`` to this memory.
+        """Prepare the next step: zero all buckets, mark them LOCAL, and let the parameters' ``grad`` refer to them.
 
-        Parameters that are not covered get no ``grad``: the optimizer would step with an old one.
+        The ``grad`` of parameters that are not covered becomes None, so that no old ``grad`` is used.
         """
         self._put_in()
         for parameter in self._others:
@@ -116,7 +116,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Remove the parameters' gradients inside this context: some optimizers (torchtitan's, and the wrapper of
+        """Set the parameters' ``grad`` to None inside this context: some optimizers (torchtitan's, and the wrapper of
         torch.distributed.checkpoint) load nothing into parameters that have a gradient.
         """
         for parameter, _ in self._grads:
@@ -128,7 +128,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the finished sums unchanged while microbatches are added inside this context."""
+        """Save finished sums at the start of this context, and restore them at its end: microbatches overwrite them."""
         with contextlib.ExitStack() as stack:
             beside = 0
             for bucket in self.buckets:
@@ -138,13 +138,13 @@ class Gradients:
             yield
 
     def changes(self) -> tuple[int, int]:
-        """Return two counters: of in-place changes of parameters, and of in-place changes of gradients."""
+        """Return two counters that grow with each in-place change: of a parameter, and of the gradients' memory."""
         return sum(parameter._version for parameter, _ in self._grads), sum(flat._version for flat in self._memory)
 
     def count(self, j: int, loss: torch.Tensor) -> None:
-        """Count microbatch ``j`` as added, with this part of the step's loss.
+        """Count microbatch ``j``, whose gradients were added; ``loss``: its part of the step's loss.
 
-        Raises RuntimeError if gradients are outside the buckets, where they would not be summed.
+        Raises RuntimeError if a gradient is outside the buckets, where it would not be summed.
         """
         if any(parameter.grad is not None for parameter in self._others):
             raise RuntimeError(
@@ -167,7 +167,7 @@ class Gradients:
         self._used.clear()
 
     def loss(self) -> float:
-        """Return the loss of the summed step.  Raises Disagreement unless each microbatch is in it exactly once."""
+        """Return the loss of the summed step; raise Disagreement unless the sum has each microbatch exactly once."""
         loss, *counts = self._counted.tolist()
         times, self._uses = counts[: self._microbatches], counts[self._microbatches :]
         if any(count != 1 for count in times):
@@ -175,11 +175,11 @@ class Gradients:
         return float(loss)
 
     def leave_out_unused(self) -> None:
-        """Remove the zero gradient of parameters that no microbatch of the step has used, on any worker.
+        """Set ``grad`` to None for parameters to which no microbatch, on any worker, has given a gradient.
 
-        So optimizers skip these parameters (frozen layers, branches not taken), as in a loop of one process.
-        After ``loss``; until ``clear``.
+        So optimizers skip these parameters (frozen layers, branches not taken), as without this library.  Called after
+        ``loss``; ``clear`` undoes it.
         """
         for (parameter, grad), used in zip(self._grads, self._uses, strict=True):
-            if not used and grad is not None and not grad.any():  # the loop may have written it without autograd
+            if not used and grad is not None and not grad.any():  # else the loop has written it without autograd
                 parameter.grad = None

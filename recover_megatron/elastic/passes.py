@@ -1,4 +1,4 @@
-"""Forward and backward passes of a worker's microbatches, each checked to add its gradient and change nothing else."""
+"""Forward and backward passes of microbatches, with checks that each changes nothing except the gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recover_megatron.out_of_turn import tell_readers
 
 
 class Passes:
-    """Runs microbatches on this worker."""
+    """Runs the microbatches of this worker and counts them."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Passes:
         self._gradients, self._state, self._generators = gradients, state, generators
         self._backward, self._microbatches = backward, microbatches
         self.ran: list[int] = []
-        """Microbatches of the current step whose gradients this worker has added."""
+        """Numbers of the microbatches of the current step whose gradients this worker has added."""
         self._reads = False
 
     def run(
@@ -43,11 +43,12 @@ class Passes:
         begin: Callable[[int], None],
         failed: Callable[[int, Exception], None],
     ) -> bool:
-        """Add the gradients of the microbatches ``share``; return False if the epoch is ``over`` and some are left.
+        """Add the gradients of the microbatches ``share``; return False if ``over()`` is True before the last one.
 
-        ``begin``: called with the number of each before it.  ``failed``: called with an exception before it is raised.
+        ``begin``: called with the number of a microbatch before it is run.  ``failed``: called with number and
+        exception before an exception is raised.
         """
-        tell_readers(self._loader_lost)  # also here: this worker may have no microbatch in this step
+        tell_readers(self._loader_lost)  # not only in ``gradient``: this worker may have no microbatch in this step
         with self._gradients.kept():
             for j in share:
                 if over():
@@ -63,7 +64,10 @@ class Passes:
         return True
 
     def gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
-        """Add the gradient of one microbatch; return its part of the loss.  Raises if it changed anything else."""
+        """Add the gradient of microbatch ``j``; return its part of the step's loss.
+
+        Raises RuntimeError if the microbatch changed anything else, TypeError if its loss is no scalar tensor.
+        """
         before, untrained = self._gradients.changes(), self._state.untrained()
         self._reads = True
         try:
@@ -100,6 +104,6 @@ class Passes:
         return loss
 
     def _loader_lost(self, error: RuntimeError) -> None:
-        """Raise the death of a DataLoader process in the microbatch only, not in a sum, update or checkpoint."""
+        """Raise ``error``, the death of a DataLoader process, if a microbatch runs; ignore it in other phases."""
         if self._reads:
             raise error

@@ -1,4 +1,4 @@
-"""Bit-exact loading of a state into a part, and detection of values that the part has changed nevertheless."""
+"""Bit-exact loading of a state into a model or optimizer, and detection of values that the load has changed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from recover_megatron.collectives.state.trees import Path
 
 
 class NotRestored(Exception):
-    """A part's ``load_state_dict`` did not restore the state that it received."""
+    """A ``load_state_dict`` did not restore the state that it was given, or the holders cannot send their state."""
 
 
 @contextmanager
 def as_sent(part: object) -> Iterator[None]:
     """Make the optimizers of ``part`` keep the dtypes of a state that is loaded inside this context.
 
-    ``torch.optim.Optimizer.load_state_dict`` casts tensors to the dtype of their parameter: a 32-bit moment of a 16-bit
-    parameter loses half of its bits.  The optimizer's own hooks work as usual: hooks that change the state before it is
-    loaded run before this, and hooks that run afterwards run after this.
+    ``torch.optim.Optimizer.load_state_dict`` casts tensors to the dtype of their parameter, so a 32-bit moment of a
+    16-bit parameter would lose half of its bits.  The optimizer's other load hooks work as usual: its
+    pre-hooks run before this module's pre-hook, and its post-hooks after this module's post-hook.
     """
     with ExitStack() as stack:
         for optimizer in _optimizers(part, {}).values():
             restorer = _Restorer()
-            with suppress(AttributeError):  # a wrapper that is an Optimizer only by its type: accelerate's
+            with suppress(AttributeError):  # accelerate's wrapper is an Optimizer by type, but lacks these methods
                 stack.enter_context(optimizer.register_load_state_dict_pre_hook(restorer.before))
                 stack.enter_context(optimizer.register_load_state_dict_post_hook(restorer.after, prepend=True))
         yield
 
 
 def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
-    """Return ``part`` if it is an optimizer, and all optimizers in its attributes (wrappers, containers), by ``id``."""
+    """Return by ``id``: ``part`` if it is an optimizer, and all optimizers in its attributes (wrappers, containers)."""
     if isinstance(part, torch.optim.Optimizer):
         found[id(part)] = part
     for value in list(getattr(part, "__dict__", {}).values()):
@@ -49,14 +49,14 @@ def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[i
 
 
 class _Restorer:
-    """Replaces tensors that an optimizer has cast by the tensors of the loaded state."""
+    """Puts the tensors of the loaded state in place of the tensors that an optimizer has cast."""
 
     def before(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-        """Keep the state to be loaded, and the parameter groups that it replaces."""
+        """Keep references to the state that will be loaded and to the present parameter groups."""
         self._given, self._groups = given, optimizer.param_groups
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the optimizer's tensors by those of the state that have the same shape."""
+        """Replace the optimizer's tensors by the tensors of the loaded state, where the shapes are equal."""
         numbers = chain.from_iterable(group["params"] for group in self._given["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -64,18 +64,18 @@ class _Restorer:
                 loaded, sent = optimizer.state[parameter], self._given["state"][number]
                 optimizer.state[parameter] = _merged(loaded, sent, parameter)
         for group, replaced in zip(optimizer.param_groups, self._groups, strict=True):
-            for name, value in group.items():  # a learning rate that is a tensor stays on its device
+            for name, value in group.items():  # a learning rate that is a tensor stays on the device of the old one
                 if isinstance(value, torch.Tensor) and isinstance(old := replaced.get(name), torch.Tensor):
                     group[name] = value.to(old.device)
 
 
 def _merged(loaded: Any, sent: Any, parameter: torch.Tensor) -> Any:
-    """Return ``loaded`` with the bits and dtypes of ``sent``, on the device to which torch has moved it."""
+    """Return ``loaded`` with the bits and dtypes of ``sent``, on the device of ``loaded``."""
     if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor) and loaded.shape == sent.shape:
-        # A fused optimizer traverses parameter and moment in parallel: both need the same strides.
+        # A fused optimizer traverses parameter and moment in parallel, so both need the same strides.
         like = parameter if parameter.shape == sent.shape else sent
         if loaded.dtype == sent.dtype == parameter.dtype and loaded.stride() == like.stride():
-            return loaded  # torch has not cast it, only moved it to another device perhaps
+            return loaded  # torch has not cast the tensor, at most moved it to another device
         moved = sent.to(loaded.device)
         if moved.stride() == like.stride():
             return moved
@@ -89,13 +89,13 @@ def _merged(loaded: Any, sent: Any, parameter: torch.Tensor) -> Any:
 
 
 _SMALL = 64 << 10
-"""Bytes below which zlib is faster than a digest."""
+"""Size in bytes below which zlib is faster than ``digest``."""
 Contents = dict[Path, tuple[str, int]]
-"""Description of each value of a tree by path, in tree order: its text, or dtype, shape and digest of a tensor."""
+"""Path -> description of a value, in tree order: (text, 0), or (dtype and shape, digest) for a tensor."""
 
 
 def contents(tree: Any, path: Path = ()) -> Contents:
-    """Describe a tree: two descriptions are equal if the trees are equal, bit for bit; a tuple counts as a list."""
+    """Describe a tree, so that equal trees (bit for bit) have equal descriptions; a tuple counts as a list."""
     if isinstance(tree, torch.Tensor):
         small = tree.nbytes < _SMALL
         found = zlib.crc32(bytes_of(tree).cpu().numpy().data) if small else digest([tree])
@@ -114,14 +114,14 @@ def contents(tree: Any, path: Path = ()) -> Contents:
 
 
 def is_container(described: tuple[str, int]) -> bool:
-    """Return whether this describes a dictionary or list, whose items have separate descriptions."""
-    return described[0].startswith("a ")  # JSON never does
+    """Return whether ``described`` belongs to a dictionary or list, whose items have descriptions of their own."""
+    return described[0].startswith("a ")  # JSON text never does
 
 
 def difference(sent: Contents, loaded: Contents) -> str:
-    """Return a text with the first differences; empty if there are none.
+    """Return a text with the first differences, "" if there are none.
 
-    The order of the tensors counts, too: a worker that sends the state numbers them by it.
+    The order of the tensors counts, too, because a worker that sends the state numbers the tensors in this order.
     """
     nothing = ("nothing", 0)
     places = [place for place in {**sent, **loaded} if sent.get(place) != loaded.get(place)]

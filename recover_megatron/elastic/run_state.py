@@ -2,8 +2,8 @@
 
 The state is a tree: ``state_dict()`` of the model, of the optimizer, and of all other named parts.
 
-    holder     put(epoch) ----- the tree is offered until ``withdraw``, before the optimizer's step changes it
-    newcomer   fetch(epoch, holders) ----- parameters arrive in place, the rest in new memory and is loaded afterwards
+    holder     put(epoch) ----- offers the tree until ``withdraw``, which comes before the optimizer's step
+    newcomer   fetch(epoch, holders) ----- receives the model in place, the rest in new memory, then loads the tree
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 
 class Optimizers:
-    """Several optimizers as one: all step, in order, at each step of the training; their states are numbered."""
+    """Several optimizers with the interface of one: ``step`` steps all, in order; their states are numbered."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -58,7 +58,7 @@ class Optimizers:
         return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the states; raise ValueError for the state of a single optimizer, or of another number of them."""
+        """Load the states; raise ValueError for the state of a single optimizer or of more or fewer optimizers."""
         if (wanted := set(map(str, range(len(self.optimizers))))) != set(state_dict):
             raise ValueError(f"the optimizers' state has the keys {sorted(state_dict)}, expected {sorted(wanted)}")
         for number, optimizer in enumerate(self.optimizers):
@@ -66,7 +66,7 @@ class Optimizers:
 
 
 class State:
-    """Parts that form the state of a run, by name, including "model", a module."""
+    """State of a run, made of named parts; the part "model" is a module."""
 
     def __init__(self, parts: Mapping[str, Stateful]) -> None:
         self._parts = dict(parts)
@@ -77,17 +77,17 @@ class State:
         self._untrained = [(path + dot + val, model.get_submodule(path), val) for path, dot, val in names]
 
     def tree(self) -> dict[str, Any]:
-        """Return the current state; its tensors are the ones in use, not copies."""
+        """Return the current state as a tree; the tensors in it are not copies, but in use."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load(self, tree: Mapping[str, Any], *, copied: bool = False) -> None:
-        """Load a tree.  Raises ValueError if it has other parts, and what the parts raise.
+        """Load a tree.  Raises ValueError if the tree has other parts than this state, and what the parts raise.
 
-        ``copied``: load a copy; otherwise optimizers continue with the tensors of the tree.
+        ``copied``: load a copy; otherwise the optimizers keep and change the tensors of the tree.
         """
         if set(tree) != set(self._parts):
             raise ValueError(f"the state has the parts {sorted(tree)}, this worker has {sorted(self._parts)}")
-        # If a checkpoint has other dtypes, the optimizer's state is cast as the parameters are.
+        # If the model of a checkpoint has other dtypes, let torch cast the optimizer's state as usual.
         same_types = _types(tree["model"]) == _types(self._parts["model"].state_dict())
         for name, part in self._parts.items():
             with as_sent(part) if same_types else contextlib.nullcontext():
@@ -101,39 +101,39 @@ class State:
             raise UserError(*reasons)
 
     def digest(self) -> str:
-        """Return a digest that is equal for states that are equal bit for bit.  Raises UserError as ``check`` does."""
+        """Return a digest: states that are equal bit for bit have equal digests.  Raises as ``check`` does."""
         self.check()
         text, tensors = flatten(self.tree())
         known = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return f"{digest([known, *tensors]):x}"
 
     def described(self) -> dict[str, str]:
-        """Return name -> dtype and digest of each value, as text; equal for states that are equal bit for bit.
+        """Return name of a value -> its text, or dtype, shape and digest; equal for states that are equal bit for bit.
 
-        The order of the keys of a part's dictionaries does not count: a load may have changed it.
+        The order of keys in dictionaries does not count, since a load may have changed the order.
         """
         found = {".".join(map(str, path)): val for path, val in contents(self.tree()).items() if not is_container(val)}
         return {name: f"{text} {number}" for name, (text, number) in sorted(found.items())}
 
     def untrained(self) -> dict[str, tuple[torch.Tensor | None, int]]:
-        """Return the untrained tensors of the model's state and their change counters, for ``changed``."""
+        """Return name -> (tensor, version counter) for the buffers and frozen parameters of the model's state."""
         tensors = ((name, getattr(module, val, None)) for name, module, val in self._untrained)
-        # An inference tensor has no such counter, and only torch's inference mode changes it.
+        # An inference tensor has no version counter, and can be changed only in torch's inference mode.
         return {name: (val, 0 if val is None or val.is_inference() else val._version) for name, val in tensors}
 
     def changed(self, since: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:
-        """Return the names of untrained tensors that were changed in place, or replaced.
+        """Return the names of tensors that were changed in place or replaced after ``untrained`` returned ``since``.
 
-        Torch does not count changes of a BatchNorm's running statistics, but it counts those of
-        ``num_batches_tracked``, which change with them.
+        Torch does not count changes of a BatchNorm's running statistics, but it counts changes of
+        ``num_batches_tracked``, which changes with the statistics.
         """
         now = self.untrained()
         return [name for name, (val, count) in since.items() if now[name][0] is not val or now[name][1] != count]
 
     def place(self) -> Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]:
-        """Return the ``Place`` of a received tree: the model's tensors are received into the model's memory.
+        """Return a ``Place`` that puts the model's tensors of a received tree into the memory of this model.
 
-        If the receipt fails in the middle, the model holds half of a state, which must be fetched again.
+        If the receipt fails midway, the model contains part of a state, and the state must be fetched again.
         """
         model = {name: value for name, value in self._parts["model"].state_dict().items() if torch.is_tensor(value)}
 
@@ -158,7 +158,7 @@ def _cannot_be_sent(tree: Any) -> str:
 
 
 class Exchange:
-    """Sends this worker's state to others, and fetches theirs.  ``host``: address of this worker for the others."""
+    """Sends this worker's state to other workers, or fetches a state.  ``host``: address at which others reach it."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.store = PeerStoreServer(host, secret)
@@ -168,14 +168,14 @@ class Exchange:
 
     @property
     def address(self) -> str:
-        """Address from which others fetch the offer."""
+        """Address of this worker's peer store, from which other workers fetch the offer."""
         return self.store.address
 
     def put(self, epoch: int, completed: int, trained: Sequence[bool], state: State) -> None:
         """Offer the state after step ``completed`` to the other workers of ``epoch``, until ``withdraw``.
 
-        ``trained``: for each of the model's parameters, whether it is trainable.  If a later step has made the state
-        unsendable, the others receive the reason, and this worker continues to train.
+        ``trained``: flags of the model's parameters, True if trainable.  If the state cannot be sent (any more), the
+        other workers receive the reason instead, and this worker continues to train.
         """
         tree = {"completed": completed, "trained": list(trained), "state": state.tree()}
         if why := _cannot_be_sent(tree["state"]):
@@ -197,10 +197,11 @@ class Exchange:
         stay: Callable[[], None],
         progress: Callable[[], None],
     ) -> tuple[int, list[bool]]:
-        """Fetch the state from ``holders`` (worker -> address); return its steps, and flags of trainable parameters.
+        """Fetch the state from ``holders`` (worker -> address) and load it; return its last step, and ``trained``.
 
-        ``stay``: called meanwhile; raises to abort.  Raises that, ``PeerLost`` if no holder can send the state,
-        ``Disagreement``, and ``NotRestored`` if the state cannot be sent, or the loaded state differs from it.
+        ``stay``: called repeatedly; raises to abort.  ``progress``: called when data arrives.  Raises what ``stay``
+        raises, ``PeerLost`` if all holders are lost, ``Disagreement`` if the received data is damaged, and
+        ``NotRestored`` if the holders cannot send their state, or the loaded state differs from the sent state.
         """
         name = f"{KIND}/{epoch}"
 

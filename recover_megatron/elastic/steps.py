@@ -1,4 +1,4 @@
-"""Steps of a training: the function that a step calls, the result of a finished step, and ``run``, the loop."""
+"""Loop over the steps of a training (``run``), the result of a step, and errors in a step."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Fe
 log = get_logger(__name__)
 
 Microbatch = Callable[[int, int], torch.Tensor]
-"""Function ``microbatch(step, j)`` that returns the loss of microbatch ``j`` (from 0) of ``step`` (from 1), a scalar.
+"""Function ``microbatch(step, j)``: returns the loss (a scalar) of microbatch ``j`` (from 0) of ``step`` (from 1).
 
-It must depend on the two numbers alone: it uses the same samples on every worker.
+The loss must depend only on the two numbers and the model: every worker uses the same samples for them.
 """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a finished step; a step is finished on all workers, or on none."""
+    """Result of a finished step.  A step is finished on all workers or on none."""
 
     step: int
     """Number of the step, from 1."""
     loss: float
-    """Mean loss over all microbatches of the step: the same on all workers."""
+    """Mean loss over all microbatches of the step, equal on all workers."""
     ran: tuple[int, ...]
-    """Microbatches that this worker ran."""
+    """Numbers of the microbatches of the step that this worker ran."""
     workers: tuple[int, ...]
-    """Ids of the workers that finished it, ascending."""
+    """Ids of the workers that finished the step, ascending."""
     recovered: bool
     """True if workers were lost, or joined, during the step."""
     seconds: float
-    """Time from the start of the step on this worker to the end of the optimizer's step."""
+    """Seconds from the start of the step on this worker to the end of the optimizer's step."""
 
 
 class Elastic(Protocol):
@@ -55,16 +55,16 @@ class Elastic(Protocol):
 
 
 def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
-    """Train until step ``steps`` is finished, and yield each step when it is finished and applied here.
+    """Train until step ``steps`` is finished; yield the result of each step when it is applied on this worker.
 
     Every worker runs the body of the ``for`` loop between two steps (a scheduler's step, a line in a log); use
     ``elastic.lead`` for actions of one worker for all (a checkpoint, an evaluation).  A worker that joins a running job
-    gets the state of the others and begins with their current step: it yields no earlier step.  If a worker has
-    completed all ``steps`` at the start, nothing is left to train, and all workers get its state.
+    gets the state of the others and begins with their current step, so it yields no earlier step.  If a worker has
+    completed all ``steps`` at the start, all workers get its state, and nothing is left to train.
 
-    After the last step the worker leaves the run.  A script that breaks out of the loop calls ``elastic.leave()``.  A
-    worker that is no longer part of the run exits here (SystemExit) with code 13 if it was evicted, 0 if the others had
-    finished, else the run's exit code.
+    After the last step the worker leaves the run.  If a script breaks out of the loop, it must call
+    ``elastic.leave()``.  A worker that is no longer part of the run exits here (SystemExit): with code 13 if it was
+    evicted, 0 if the others have finished the run, else with the run's exit code.
     """
     with ends_in_order(elastic.worker):
         if elastic.begin() >= steps:
@@ -76,7 +76,7 @@ def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepRe
 
 @contextmanager
 def ends_in_order(worker: int) -> Iterator[None]:
-    """Exit with the code of the reason if ``worker`` is no longer part of the run."""
+    """Exit the process if the body finds that ``worker`` is no longer part of the run; the exit code tells why."""
     try:
         yield
     except Fenced as error:
@@ -92,9 +92,9 @@ type Method[**P, T] = Callable[Concatenate[Any, P], T]
 
 
 def takes_part[**P, T](method: Method[P, T]) -> Method[P, T]:
-    """Decorate a method: once ``step`` has raised an exception, the method exits the process instead.
+    """Decorate a method so that it exits the process if ``step`` has raised an exception before.
 
-    Gradients, sum or update may then be incomplete on this worker.
+    Gradients, sum or update may be incomplete on this worker then.
     """
 
     @wraps(method)
@@ -107,9 +107,10 @@ def takes_part[**P, T](method: Method[P, T]) -> Method[P, T]:
 
 
 def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
-    """Decorate a method: once ``step`` has raised an exception after the sum, the method exits the process instead.
+    """Decorate a method that returns the state, so that it never returns a half-updated state.
 
-    Inside the optimizer's step (for example in a signal handler) the method raises RuntimeError.
+    If an exception has interrupted an update, the method exits the process.  Inside the optimizer's step (for example
+    in a signal handler) it raises RuntimeError.
     """
 
     @wraps(method)
@@ -127,12 +128,12 @@ def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
 
 
 def _half_updated(elastic: Any) -> bool:
-    """Return whether the step is committed in the run, but an exception interrupted its update here."""
+    """Return whether an exception has interrupted, on this worker, the update of a step that the run has committed."""
     return elastic._failed is not None and elastic._column.committed > elastic.completed
 
 
 def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
-    """Decorate ``step``: keep the first exception that it raises, and report it to the coordinator."""
+    """Decorate ``step`` so that the first exception is kept and reported to the coordinator."""
 
     @takes_part
     @wraps(step)
@@ -146,7 +147,7 @@ def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
             if isinstance(error, Exception):
                 self._report("update" if _half_updated(self) else "step", None, error)
             raise
-        finally:  # a script that catches it may change the state while others fetch it
+        finally:  # a script that catches the exception may change the state while others fetch it
             self._exchange.withdraw()
 
     return called

@@ -1,8 +1,8 @@
-"""Comparison of the workers' states: each worker computes a digest, and they exchange the digests over the step's ring.
+"""Comparison of the workers' states, which must be equal: the workers exchange digests over the step's ring.
 
 own digests --exchange of one number--> all equal: nothing else is sent
-                                        else: an exchange of one number per tensor, which finds the tensors that
-                                        differ, and the workers whose state differs from the majority's
+                                        else: an exchange of two numbers per value (name, digest), which shows what
+                                        differs; workers whose state differs from the majority's are odd
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""Function that sends every member's list of signed 64-bit integers to all, by rank; blocks (``Group.exchange``)."""
+"""Function that sends a list of signed 64-bit integers to all members; returns all lists, by rank; may block."""
 
 _MOST_NAMES = 5
 
@@ -23,14 +23,14 @@ class Verdict:
     """Result of a comparison in which the states of the workers differ."""
 
     odd: tuple[int, ...]
-    """Workers whose state differs from the majority's, ascending; all workers if there is no majority."""
+    """Ids of the workers whose state differs from the majority's, ascending; all workers if there is no majority."""
     most: tuple[int, ...]
-    """Workers with the state of the majority, more than half of all; empty if there is no majority."""
+    """Ids of the workers, more than half of all, whose states are equal; empty if there is no majority."""
     names: str
-    """Tensors in which the states differ, for messages: the first few, and the number of others."""
+    """Names of the first values in which the states differ, and the number of further ones, for messages."""
 
     def text(self, step: int) -> str:
-        """Return a message: which workers differ after ``step``, and what the run does now."""
+        """Return a message about the workers that differ after ``step``, and what the run does now."""
         odd = ", ".join(map(str, self.odd))
         if not self.most:
             return (
@@ -41,15 +41,15 @@ class Verdict:
         most = ", ".join(map(str, self.most))
         return (
             f"the state of worker {odd} after step {step} differs from that of workers {most} ({self.names}): worker "
-            f"{odd} takes over theirs.  A checkpoint saved since the previous comparison may contain the wrong state"
+            f"{odd} fetches that state.  A checkpoint saved since the previous comparison may contain the wrong state"
         )
 
 
 def compare(exchange: Exchange, workers: Sequence[int], own: Mapping[str, str]) -> Verdict | None:
-    """Compare this worker's state (name -> digest) with those of ``workers``, by rank; return None if all are equal.
+    """Compare the states of all ``workers`` (ids by rank); return None if all are equal.  ``own``: name -> digest.
 
-    All workers must call this in the same order among their other collectives.  All get the same verdict, except for
-    the names: a worker does not know the names of tensors that it does not have.  Raises as ``exchange`` does.
+    All workers must call this at the same place among their collectives.  All get the same verdict, except for the
+    names, since a worker does not know the names of tensors that it does not have.  Raises as ``exchange`` does.
     """
     total = _number("".join(f"{name}={digest};" for name, digest in own.items()))
     digests = [row[0] for row in exchange([total])]

@@ -103,8 +103,8 @@ def test_the_tensors_are_named_and_the_worker_whose_state_is_not_that_of_most() 
     assert verdicts == [Verdict((11,), (10, 12), names)] * 3
     assert verdicts[0] is not None
     assert verdicts[0].text(50) == (
-        f"the state of worker 11 after step 50 differs from that of workers 10, 12 ({names}): worker 11 takes over "
-        "theirs.  A checkpoint saved since the previous comparison may contain the wrong state"
+        f"the state of worker 11 after step 50 differs from that of workers 10, 12 ({names}): worker 11 fetches "
+        "that state.  A checkpoint saved since the previous comparison may contain the wrong state"
     )
 
 

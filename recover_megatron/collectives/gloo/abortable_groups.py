@@ -1,16 +1,16 @@
-"""Abortable gloo groups, created several at a time: one listener and one message for all of them.
+"""Abortable gloo groups: a worker creates all its groups at once, with one listener and one message for all.
 
-    every worker    a listener; for each group a thread in which gloo publishes its address, then waits
-                    all groups have published --one message--> the job's store --one message--> each other member
-    gloo            has received the addresses of all members: it connects, and the threads end
-    one scan        of the sockets of this process: the connections of these groups
+    publish     a thread for each group, in which gloo publishes its address, then waits for those of the other members
+    exchange    all groups have published --one message--> the job's store --one message--> each other member
+    connect     gloo has the addresses of all members: it connects, and the threads end
+    scan        of all sockets of this process, which finds the connections of these groups
 
-shutdown(2) of the connected sockets wakes an operation (docs/ring.md).  These sockets are identified exactly: a gloo
-device has one listener, every connection of its groups has the address of some member's listener at one end, and the
-members exchange the addresses of their listeners.
+An abort calls shutdown(2) on the connected sockets, which wakes gloo's operations (docs/ring.md).  The scan finds
+exactly these sockets, because a gloo device has one listener, every connection of its groups has the address of some
+member's listener at one end, and the members exchange the addresses of their listeners.
 
 A scan of the sockets of a process costs more than a connection of two members, and every message through the store
-waits for the slowest member.  So both are done once for all groups.
+waits for the slowest member.  So scan and exchange are done once for all groups.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from recover_megatron.network.system import watch
 Address = tuple[str, int]
 
 NO_TIMEOUT = timedelta(days=7)
-"""gloo's own timeout must never fire: a revocation ends an operation that hangs."""
+"""Timeout of gloo's operations, long enough never to expire: a revocation ends an operation that hangs."""
 
 Identity = tuple[int, int]
-"""Device and inode of a socket: the same for all descriptors of it."""
+"""(device, inode) of a socket, equal for all descriptors of the socket."""
 
 _creating = threading.Lock()
-"""Held while a device is created: with two at the same time their listeners would be indistinguishable."""
+"""Lock held while a gloo device is created: two new listeners at a time could not be told apart."""
 
 CONNECT_SECONDS = 10.0
-"""Time limit for gloo to connect once all members have published their addresses."""
+"""Time limit in seconds for gloo to connect after all members have published their addresses."""
 _DROP_SECONDS = 1.0
-"""Time limit for the destruction of aborted groups; afterwards a thread is left behind."""
+"""Time in seconds that ``close`` waits for the destruction of aborted groups, which a thread then continues."""
 
 
 def _sockets() -> list[socket.socket]:
-    """Return a duplicate of every TCP socket of this process; the caller closes them."""
+    """Return a duplicate of every TCP socket of this process; the caller closes the duplicates."""
     found = []
     for descriptor in open_sockets():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -75,7 +75,7 @@ def _listeners() -> set[Address]:
 
 
 def _connections(listeners: set[Address]) -> list[socket.socket]:
-    """Return duplicates of the connected sockets that have one of ``listeners`` at an end."""
+    """Return duplicates of the connected sockets whose local or remote address is one of ``listeners``."""
     found = []
     for sock in _sockets():
         with contextlib.suppress(OSError):  # not connected
@@ -87,10 +87,11 @@ def _connections(listeners: set[Address]) -> list[socket.socket]:
 
 
 def shut(sockets: list[socket.socket]) -> set[Identity]:
-    """Shut the connections of which ``sockets`` are duplicates, close the duplicates and clear the list.
+    """Shut the connections of ``sockets`` (duplicates of gloo's sockets), close the duplicates and clear the list.
 
-    gloo's threads close gloo's descriptors when they see the shutdown.  Until then they may still write received data
-    to the tensors of an operation: with the returned identities the caller sees which are open (``open_sockets``).
+    When gloo's threads see the shutdown, they close gloo's descriptors.  Until then they may still write received data
+    to the tensors of an operation.  Returns the identities of the connections: with ``open_sockets`` the caller sees
+    which of them gloo has not closed yet.
     """
     identities = set[Identity]()
     for sock in sockets:
@@ -104,7 +105,7 @@ def shut(sockets: list[socket.socket]) -> set[Identity]:
 
 
 def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
-    """Return the sockets of this process, by descriptor.  ``among``: only these descriptors, which is faster."""
+    """Return descriptor -> identity for the sockets of this process; ``among``: check only these descriptors."""
     found: dict[int, Identity] = {}
     for name in os.listdir("/proc/self/fd") if among is None else map(str, among):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -115,11 +116,11 @@ def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
 
 
 LOOP = "gloo_tcp_loop"
-"""Name of the threads in which gloo polls its connections, since torch 2.13."""
+"""Name, since torch 2.13, of the threads in which gloo polls its connections."""
 
 
 def loops() -> list[Path]:
-    """Return the threads of this process in which gloo polls its connections, as folders of /proc."""
+    """Return the /proc folders of the threads of this process in which gloo polls its connections."""
     found = list[Path]()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
@@ -129,10 +130,11 @@ def loops() -> list[Path]:
 
 
 def looks(threads: Iterable[Path]) -> dict[str, int]:
-    """Return a count for each of these threads (``loops``); it grows by at most one per poll of the connections.
+    """Return thread id -> count of polls for ``threads`` (from ``loops``); a count may be too low, never too high.
 
-    A poll usually blocks, and the kernel counts that.  A thread never blocks while a connection has an event that gloo
-    does not consume; then its processor time counts, ten per 10 ms, in which it polls far more often.
+    A poll usually blocks, and the kernel counts how often a thread blocks.  While a connection has an event that gloo
+    does not consume, the polls do not block.  So 10 ms of processor time count as ten polls, though the thread then
+    polls far more often.
     """
     found = dict[str, int]()
     for task in threads:
@@ -144,7 +146,7 @@ def looks(threads: Iterable[Path]) -> dict[str, int]:
 
 
 def unread(descriptors: Iterable[int]) -> dict[int, int]:
-    """Return the number of received bytes that were not read yet, for each of these sockets of this process."""
+    """Return descriptor -> number of received bytes that were not read yet, for these sockets of this process."""
     found = dict[int, int]()
     for descriptor in descriptors:
         count = array.array("i", [0])
@@ -155,17 +157,17 @@ def unread(descriptors: Iterable[int]) -> dict[int, int]:
 
 
 class GivenUp:
-    """Detects that gloo will never close connections that were shut.
+    """Detects that gloo will never close some of the connections that were shut, so that waiting for it is useless.
 
-    gloo never closes one if an operation was freed in the middle of a message that it was receiving.  An all-reduce,
-    for example, frees its memory when it has lost one member, while the message of another member may be arriving.
+    gloo never closes a connection if an operation was freed while it received a message over this connection.  An
+    all-reduce, for example, is freed when it has lost one member, while the message of another member may be arriving.
     """
 
     LOOKS = 30
-    """Polls of each thread after which gloo has given up: it closes a connection at the first poll, or never."""
+    """Number of polls per thread after which gloo has given up: it closes a connection at the first poll or never."""
 
     FIRST = 20
-    """Calls of ``over`` that check nothing: gloo usually closes at once."""
+    """Number of first calls of ``over`` that check nothing, since gloo usually closes connections at once."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -174,10 +176,10 @@ class GivenUp:
         self._looks: dict[str, int] = {}
 
     def over(self, descriptors: Iterable[int]) -> bool:
-        """Return whether gloo has given up these connections; call it repeatedly after they were shut.
+        """Return whether gloo will never close these connections; call this repeatedly after they were shut.
 
         True if all of gloo's threads have polled their connections ``LOOKS`` times and have read nothing in between:
-        then they no longer write data from these connections.  Never true with torch before 2.13.
+        then these threads no longer write data from the connections to a tensor.  Never true with torch before 2.13.
         """
         self._asked += 1
         if self._asked <= self.FIRST:
@@ -193,7 +195,7 @@ class GivenUp:
 
 
 def _device(host: str) -> tuple[Any, Address]:
-    """Create a gloo device; return it with the address of its listener."""
+    """Create a gloo device; return the device and the address of its listener."""
     with _creating:
         for _ in range(8):
             before = _listeners()
@@ -205,7 +207,7 @@ def _device(host: str) -> tuple[Any, Address]:
 
 
 class _Exchange:
-    """Values that gloo publishes, by group and key.  gloo's threads wait only here, where the wait can be ended."""
+    """Values that gloo publishes, by group and key.  gloo's threads wait only in ``wait``, which ``end`` interrupts."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -245,7 +247,7 @@ class _Exchange:
 
 
 class _Store(dist.Store):
-    """Store of one group's rendezvous, as gloo uses it."""
+    """Store for gloo's rendezvous of one group; its values are in ``exchange``."""
 
     def __init__(self, group: str, exchange: _Exchange) -> None:
         super().__init__()
@@ -263,7 +265,7 @@ class _Store(dist.Store):
 
 
 class GlooGroups:
-    """gloo groups of one worker, created and aborted together.  ``backends``: torch's gloo groups, by name."""
+    """gloo groups of one worker, created and aborted together; ``backends``: name -> torch's gloo group."""
 
     def __init__(
         self,
@@ -276,17 +278,18 @@ class GlooGroups:
         host: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> None:
-        """``groups``: name -> members in rank order, including ``me``; all members of a group give it the same name.
+        """``groups``: name -> members in rank order, including ``me``; all members use the same name for a group.
 
-        ``ring``: prefix of the keys, the same on all members of these groups, and never used before.
+        ``ring``: prefix of the keys in ``store``, the same on all members of these groups, and never used before.
+        ``timeout``: time limit in seconds for each other member to publish its addresses.
 
-        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``: then no group exists.
+        If it raises ``EpochRevoked``, ``TimeoutError`` or ``PeerLost``, no group exists.
         """
         self.backends: dict[str, Any] = {}
         self._cancel_token = cancel_token
         self._connected: list[socket.socket] = []
         self.shut = set[Identity]()
-        """Connections that ``abort`` has shut."""
+        """Identities of the connections that ``abort`` has shut."""
         self._closing = threading.Lock()
         self._exchange = _Exchange()
         self._failed: list[Exception] = []
@@ -319,7 +322,7 @@ class GlooGroups:
         cancel_token.on_cancel(self.abort)
 
     def _build(self, name: str, rank: int, size: int, device: Any, timeout: float) -> None:
-        """Create a group in a thread, which is left behind if it gets stuck: gloo's timeout ends it."""
+        """Create a group in a thread; if the thread gets stuck, it is left behind until gloo's timeout ends it."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device]
@@ -351,7 +354,7 @@ class GlooGroups:
             raise PeerLost(f"gloo did not connect to all members within {seconds:g} s", unreachable=True)
 
     def abort(self) -> None:
-        """Make every operation fail, here and at the other ends; from any thread."""
+        """Make every operation of these groups fail, on this worker and on the other members; from any thread."""
         with self._closing:
             self.shut |= shut(self._connected)
 
@@ -374,12 +377,12 @@ class _Job:
 
 
 class Waiter:
-    """Waits for one gloo operation at a time, in a separate thread, or for the revocation.
+    """Waits until a gloo operation is over or the epoch is revoked; a separate thread runs gloo's own wait.
 
-    Only one thread may use it: it waits for the next operation when the previous one is over or was abandoned.
+    Only one thread may call ``wait``, so one operation is waited for at a time.
 
     gloo can miss that its connections were shut (docs/ring.md).  Then the separate thread waits for ever and is left
-    behind; data that still arrives goes to memory that the operation keeps alive.
+    behind; data that still arrives is written to memory that the operation keeps alive.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:

@@ -1,12 +1,13 @@
-"""Torch process group of workers of one replica, whose inner group is exchanged when the replica gets new workers.
+"""Torch process group inside a replica, whose inner group is exchanged when the replica gets new workers.
 
-    SwappableGroup --bind(inner)--> every method is the inner group's bound method: a call costs no more than before
-                                  (gloo: with a work that can be abandoned when the replica breaks, ``AbortableWorks``)
-         '--renew(...)--> a new inner group of the workers in the same positions of another replica
+    SwappableGroup --bind(inner)--> every method is the inner group's bound method, so a call costs no more than before
+                                  (gloo: its works can be abandoned when the replica breaks, ``AbortableWorks``)
+         '--renew(...)--> a new inner group of the workers that are now in these positions of this worker's replica
          '--carried_by(other)--> temporarily ``other`` runs the collectives; messages still use the inner group
 
-Megatron keeps groups in layers, buckets, optimizers and communicators.  All of them refer to the outer group, which
-never changes.  The number of members and this worker's rank follow from the positions, and never change either.
+Megatron keeps references to groups in layers, buckets, optimizers and communicators.  All of them refer to the outer
+group, which never changes.  The number of members and this worker's rank follow from the positions, so they never
+change either.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from recover_megatron.collectives.gloo.abortable_groups import NO_TIMEOUT, Waite
 from recover_megatron.collectives.torch_nccl import make_group, register
 
 POLL = timedelta(seconds=0.25)
-"""Longest time for which a worker of a broken replica continues to wait for a collective."""
+"""Length of one short wait for a collective; after each, the worker checks whether its replica is broken."""
 
 _NOT_IN_PIECES = (
     "send", "recv", "recv_anysource", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
     "reduce_scatter_single", "reduce_scatter_single_coalesced",
 )  # fmt: skip
-"""Operations whose wait ignores a time limit, or breaks the group when the limit is reached."""
+"""Operations whose wait cannot be split: it ignores a time limit, or breaks the group when the limit expires."""
 _RECEIVES = ("recv", "recv_anysource")
 _SETTLE_SECONDS = 1.0
 SETTLING = "waiting for an abandoned collective"
@@ -41,30 +42,31 @@ SETTLING = "waiting for an abandoned collective"
 class AbortableWorks:
     """Makes the waits for gloo's operations inside a replica interruptible.
 
-    ``cancel_token``: cancelled when the replica is broken, after its connections have been shut; gloo does not always
-    notice that, and then its wait never returns.
+    ``cancel_token``: cancelled when the replica is broken, after the replica's connections have been shut.  gloo does
+    not always notice the shutdown, and then gloo's own wait never returns.
 
         collective      the wait is split into short waits, repeated as long as the replica is complete
         message         cannot be split (an expired time limit shuts gloo's connections): a thread waits, and is left
-                        behind
-        reduce-scatter  likewise (torch 2.13 composes it of other works, and its wait ignores a time limit)
+                        behind if the replica breaks
+        reduce-scatter  as a message (torch 2.13 composes it of other works, and its wait ignores a time limit)
 
     An abandoned operation holds its tensors, and may write to them until ``settle`` has returned.
 
-    A receive without a wait is kept until then, too.  If its work is freed in the middle of the message, gloo
-    (torch 2.13) neither reads the rest nor notices that the connection was shut, and its thread spins.
+    The work of a receive that no caller waited for is kept until then, too.  If it were freed in the middle of the
+    message, gloo (torch 2.13) would neither read the rest nor notice that the connection was shut, and gloo's thread
+    would spin.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:
         self.cancel_token = cancel_token
         self._waiter = Waiter(cancel_token)
         self._under_way = set[Any]()
-        """Works of collectives; completed works without a wait are removed when the next collective is started."""
+        """Works of collectives whose wait has not returned; when a collective starts, completed works are dropped."""
         self._receives = set[Any]()
-        """Works of receives without a finished wait."""
+        """Works of receives whose wait has not returned, or was never called."""
 
     def method(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``call``, a method of a gloo group: the wait of its work can be abandoned."""
+        """Wrap ``call``, method ``name`` of a gloo group: the returned works have a wait that can be abandoned."""
         wait = self._wait_in_thread if name in _NOT_IN_PIECES else self._wait_in_pieces
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -81,10 +83,11 @@ class AbortableWorks:
         return guarded
 
     def settle(self) -> None:
-        """Return when no collective writes to its tensors any more; call it when gloo has closed the shut connections.
+        """Wait until no collective writes to its tensors; call this when gloo has closed the shut connections.
 
-        A thread of gloo may still add up data that arrived before.  A thread that has missed the shutdown waits for a
-        message that never comes.  A time limit of one second distinguishes the two.
+        A thread of gloo may still add up data that arrived before the shutdown; or, if gloo has missed the shutdown, a
+        thread waits for a message that never comes and writes nothing.  A collective that is not over after one second
+        counts as the second case.
         """
         self._forget_completed()
         # For a failed reduce-scatter ``is_completed`` is False.
@@ -99,7 +102,7 @@ class AbortableWorks:
         self._receives.clear()
 
     def _forget_completed(self) -> None:
-        """Drop completed works.  From any thread: works on a copy, since others may start or finish an operation."""
+        """Drop completed works.  For any thread: iterates over a copy, since other threads may change the set."""
         self._under_way -= {work for work in self._under_way.copy() if work.is_completed()}
 
     def _wait_in_thread(self, work: Any) -> bool:
@@ -116,7 +119,7 @@ class AbortableWorks:
                 done = bool(work.wait(POLL))
             except RuntimeError:
                 if work.is_completed():
-                    return bool(work.wait())  # or raises gloo's own error
+                    return bool(work.wait())  # returns, or raises gloo's own error
                 if self.cancel_token.cancelled:
                     raise _left() from None
             else:
@@ -138,19 +141,19 @@ def _left() -> dist.DistBackendError:
 
 
 class AbortableWork(dist.Work):
-    """Work of gloo with an interruptible wait."""
+    """Work of a gloo operation whose wait is interruptible."""
 
     def __init__(self, work: Any, wait: Callable[[Any], bool], over: Callable[[Any], None]) -> None:
-        """``wait``: returns when the work is done.  ``over``: called with a work after gloo's own wait for it."""
+        """``wait``: interruptible wait for ``work``.  ``over``: called with ``work`` when gloo's own wait returns."""
         super().__init__()
         self._work = work
         self._wait = wait
         self._over = over
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done; raise ``RuntimeError`` as gloo does, and ``DistBackendError`` if it is abandoned.
+        """Wait until the work is done.  Raises gloo's ``RuntimeError``; ``DistBackendError`` if it is abandoned.
 
-        ``timeout``: with a time limit of the caller, gloo's own wait is used.
+        ``timeout``: if the caller gives a time limit, gloo's own wait is used, which cannot be interrupted.
         """
         if timeout is None:
             return self._wait(self._work)
@@ -191,18 +194,18 @@ COLLECTIVES = (
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter", "_reduce_scatter_base",
     "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
 )  # fmt: skip
-"""Operations that ``carried_by`` redirects: all operations of ``instep.groups.process_group.EpochGroup``."""
+"""Operations that ``carried_by`` redirects: all that ``instep.groups.process_group.EpochGroup`` provides."""
 _WITHOUT_WORK = ("rank", "size", "name")
-"""Methods without a work; Megatron calls them over a hundred times in an iteration of four layers."""
+"""Methods that return no work and stay unwrapped: Megatron calls them over 100 times per iteration of 4 layers."""
 
 
 class SwappableGroup(dist.ProcessGroup):
-    """Group with an exchangeable inner group.
+    """Process group whose inner group can be exchanged.
 
     ``positions``: positions of the members in the replica, in rank order; ``me``: this worker's position.  ``name``:
-    the same on all members, and unique among their groups.  ``placeholder``: ``inner`` is not a usable group and must
-    be replaced, even if this worker is the only member: its ranks are those of another replica.
-    ``options``: options from its creator (``ProcessGroupNCCL.Options``), for every later inner group.
+    the same on all members, and unique among their groups.  ``placeholder``: ``inner`` has the ranks of another
+    replica, so it must be replaced before use, even if this worker is the only member.  ``options``: options with which
+    ``inner`` was created (``ProcessGroupNCCL.Options``), used for every later inner group.
     """
 
     def __init__(
@@ -228,9 +231,10 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(inner)
 
     def bind(self, inner: Any) -> None:
-        """Forward every operation to ``inner``, the group of the current epoch."""
+        """Forward every method to ``inner``, which becomes the inner group."""
         self.inner = inner
-        # A group of one never blocks.  Megatron runs twenty operations over such groups in an iteration.
+        # A group with one member never blocks, so it needs no guard.  This saves time: Megatron runs twenty operations
+        # over such groups in an iteration.
         guard = self._guard if self.backend == "gloo" and len(self.positions) > 1 else None
         for name in _METHODS:
             method = getattr(inner, name, None)
@@ -240,13 +244,13 @@ class SwappableGroup(dist.ProcessGroup):
                 self.__dict__[name] = method
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make gloo's operations end when ``guard``'s token is cancelled."""
+        """Make gloo's operations of this group abort when the token of ``guard`` is cancelled."""
         self._guard = guard
         self.bind(self.inner)
 
     @contextmanager
     def carried_by(self, other: dist.ProcessGroup) -> Iterator[None]:
-        """Run the collectives on ``other``, which has the same members, inside this context.  In the main thread."""
+        """Run the collectives on ``other``, which has equal members, inside this context; for the main thread only."""
         self.__dict__.update({name: getattr(other, name) for name in COLLECTIVES})
         try:
             yield
@@ -264,10 +268,11 @@ class SwappableGroup(dist.ProcessGroup):
         gloo: Any = None,
         make: MakeGroup = make_group,
     ) -> None:
-        """Become a group of the workers that call this with the same ``prefix``, each in its position.
+        """Exchange the inner group for a group of the workers that call this with the same ``prefix``.
 
-        ``gloo``: the new inner group, created already, which fails when the token of ``guard`` is cancelled.  For NCCL
-        ``make`` creates the inner group, with the options of the previous one, and the caller must abort it.
+        ``gloo``: backend of the new inner group, created already; it fails when the token of ``guard`` is cancelled.
+        If None (NCCL), ``make`` creates the inner group with the options of the previous inner group, and the caller
+        must abort it when the replica breaks.
         """
         rank, size = self.at, len(self.positions)
         name = f"{prefix}/{self.own_name}"

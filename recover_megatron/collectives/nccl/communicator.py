@@ -1,4 +1,4 @@
-"""Non-blocking NCCL communicator, and the calls that each of its states allows.
+"""Non-blocking NCCL communicator whose results are believed only if no member can have aborted.
 
                 success               launch                  all over and believed
     OPENING -------------> READY -----------------> IN_USE -----------------------> READY
@@ -10,24 +10,26 @@
 Rules of NCCL's user guide ("Fault Tolerance", "Asynchronous errors and error handling", ncclCommGetAsyncError), and
 their consequences here:
 
-* Any call may leave the communicator *in progress*; until that is over only ncclCommGetAsyncError and ncclCommAbort
-  may be called, and nothing may be enqueued on its streams.  ``launch`` returns only when it is over, so the event that
-  it records is behind the operation.
+* Any call may leave the communicator *in progress* (ncclInProgress).  In this state only ncclCommGetAsyncError and
+  ncclCommAbort may be called, and nothing may be enqueued on its streams.  ``launch`` returns only when the call is
+  complete, so the event that ``launch`` records is behind the operation.
 * *After an error nothing can be assumed* about enqueued operations; an aborted kernel completes, with garbage in its
-  output.  So an operation is *over* when its event is, and *believed* if, after that, NCCL reports success and the
-  token is not cancelled: only this process aborts this end, and it cancels the token first.
-* *An aborted kernel still posts* its steps to its peers, with no data in them (src/device/prims_simple.h: genericOp,
-  postPeer).  Over P2P and shared memory the peers' kernels then complete with garbage, and NCCL reports success there.
+  output.  So an operation is *over* when the device has reached its event, and *believed* if, after that, NCCL reports
+  success and the token is not cancelled.  This is safe against an abort at this end: only this process aborts this
+  end, and it cancels the token first.
+* *An aborted kernel still posts* its steps to its peers, without data (src/device/prims_simple.h: genericOp,
+  postPeer).  Over P2P and shared memory the kernels of the peers then complete with garbage, and the peers' NCCL
+  reports success.
   So operations in flight are aborted only when the tokens of all live members are cancelled
-  (``CancelToken.all_heard``): a member that still believes operations has no aborted kernel among its peers.  A member
-  that was evicted aborts nothing, but exits; until it learns of the eviction it is not in touch
-  (``CancelToken.in_touch``), and believes nothing.
-* Nothing is ever destroyed or finalized here, since that may wait for dead members: ``close`` aborts, which is allowed
-  in every state, at any time, from any thread.
+  (``CancelToken.all_heard``): while a member still believes operations, no peer of it has an aborted kernel.  An
+  evicted member aborts nothing, but exits.  Until it learns of the eviction, ``CancelToken.in_touch`` does not return,
+  so it believes nothing.
+* This module never destroys or finalizes a communicator, which may wait for dead members: ``close`` aborts, which is
+  allowed in every state, at any time, from any thread.
 
 One thread at a time owns a communicator: the thread that opens it, then the group's progress thread, then the thread
-that closes the group.  The owner aborts.  Another thread does so only if the owner has been inside one NCCL call for
-``STUCK`` seconds after the cancellation; that call then returns.
+that closes the group.  The owner aborts.  Another thread (the guard) aborts only if, after the cancellation, the owner
+has been inside one NCCL call for ``STUCK`` seconds; the abort makes that call return.
 """
 
 from __future__ import annotations
@@ -60,11 +62,11 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """Launched operation: a point in a stream.  Its tensors belong to NCCL until ``wait`` for it has returned."""
+    """Launched operation, with an event behind it.  Its tensors belong to NCCL until ``wait(operation)`` returns."""
 
     event: Any
     tensors: tuple[Any, ...]
-    """Tensors that must stay alive: torch's allocator does not know the stream that uses them."""
+    """Tensors that must stay alive: torch's allocator does not know that NCCL's stream uses them."""
 
     @property
     def done(self) -> bool:
@@ -73,7 +75,7 @@ class Operation:
 
 
 class Communicator:
-    """NCCL communicator with its state; ``handle``: nccl4py's communicator, being opened on the current device."""
+    """NCCL communicator with its state; ``handle``: nccl4py's communicator, which is opening on the current device."""
 
     def __init__(
         self, library: Library, handle: Any, identity: str, cancel_token: CancelToken, *, rank: int, size: int
@@ -82,34 +84,34 @@ class Communicator:
         self.handle = handle
         self.rank, self.size = rank, size
         self.identity = identity
-        """Name of the communicator: the same at all members, and unique."""
+        """Unique name of the communicator, equal at all members."""
         self.operations = 0
-        """Number of believed operations."""
+        """Number of operations that this member has believed."""
         self._device: int = library.cuda.current_device()
         self.state = State.OPENING
         self._lock = threading.Lock()
         """Protects the transition to CLOSED: the guard and the owner must not both abort."""
         self._under_way: deque[Operation] = deque()
         self._handed: tuple[Any, ...] = ()
-        """Tensors of a launch that is not an operation yet: it may become a kernel even if the caller gave up."""
+        """Tensors of an incomplete launch; kept alive, since a kernel may start even if the caller gives up."""
         self._entered: float | None = None
         self.adopt(cancel_token)
 
     def adopt(self, cancel_token: CancelToken) -> None:
-        """Assign the communicator to another epoch."""
+        """Use the communicator in the epoch of ``cancel_token``, whose cancellation starts the guard."""
         self._token = cancel_token
         cancel_token.on_cancel(lambda: self._beside(GUARD, lambda: self._guard(cancel_token)))
 
     def release(self) -> None:
-        """Detach from the epoch: no thread is in an NCCL call, and none makes one until ``adopt``."""
+        """Detach the communicator from its epoch; until ``adopt`` no thread may make NCCL calls with it."""
         self._token = CancelToken(0)
 
     # ---- opening
 
     def advance(self) -> bool:
-        """Return whether the communicator is open; one thread calls this repeatedly.
+        """Return whether the communicator is open; the opening thread calls this repeatedly.
 
-        Raises ``PeerLost`` and ``EpochRevoked``; the communicator is then closed.
+        If it raises ``PeerLost`` or ``EpochRevoked``, the communicator is closed.
         """
         try:
             self._token.check()
@@ -123,16 +125,16 @@ class Communicator:
     # ---- use
 
     def launch(self, call: Callable[[Any], None], event: Callable[[], Any], *tensors: Any) -> Operation:
-        """Enqueue the operation that ``call`` starts on the handle; ``event`` then records an event on the same stream.
+        """Enqueue an operation: ``call`` starts it on the handle, then ``event`` records an event on its stream.
 
-        Returns when NCCL has enqueued the operation, before the device has run it.
+        Returns when NCCL has enqueued the operation; the device runs it later.  ``tensors``: used by the operation.
         """
         self._token.check()
-        self._become(State.IN_USE)  # before the NCCL call: a communicator with an error must not be kept
+        self._become(State.IN_USE)  # before the NCCL call: if the call fails, the communicator must not be kept
         self._check()
         self._handed = tensors
         self._ask(call)
-        self._check()  # the first operation connects the members, and is in progress until the others have called it
+        self._check()  # the first operation connects the members, so it is in progress until all have launched it
         operation = Operation(event(), tensors)
         self._under_way.append(operation)
         self._handed = ()
@@ -150,13 +152,13 @@ class Communicator:
         self.believe()
 
     def believe(self) -> None:
-        """Mark all operations that are over as believed, or raise; call this before their output is read."""
+        """Mark all operations that are over as believed, or raise as ``wait``; called before their output is read."""
         over = []
         while self._under_way and self._under_way[0].done:
             over.append(self._under_way.popleft())
         if over:
             self._token.in_touch()
-        self._check()  # after they are over: see above
+        self._check()  # after they are over: see the module's docstring
         for operation in over:
             operation.tensors = ()
         self.operations += len(over)
@@ -164,7 +166,7 @@ class Communicator:
             self._become(State.READY)
 
     def _check(self) -> None:
-        """Return when the communicator is not in progress; raises as ``wait`` does."""
+        """Wait until the communicator is not in progress; raise as ``wait`` does."""
         self._token.check()
         if self.state is State.CLOSED:
             raise PeerLost("this NCCL communicator was aborted")
@@ -174,19 +176,19 @@ class Communicator:
             self._token.check()
 
     def _succeeded(self) -> bool:
-        """Return True if NCCL reports success, False for in progress; raise ``PeerLost`` for an error."""
+        """Return True if NCCL reports success, False if it reports in progress; raise ``PeerLost`` for an error."""
         result = int(self._ask(_state))
         if result not in (SUCCESS, IN_PROGRESS):
             raise PeerLost(f"NCCL reports error {result} (ncclResult_t) for its communicator")
         return result == SUCCESS
 
     def _ask[R](self, call: Callable[[Any], R]) -> R:
-        """Make an NCCL call: the guard sees how long it takes, and an error becomes ``PeerLost``."""
+        """Return the result of an NCCL call; the guard sees how long it takes, and its errors become ``PeerLost``."""
         self._entered = time.monotonic()
         try:
             return call(self.handle)
         except self.library.errors as error:
-            self._token.check()  # after a cancellation every error counts as its consequence
+            self._token.check()  # after a cancellation every error counts as a consequence of the cancellation
             raise PeerLost(f"NCCL: {error}") from error
         finally:
             self._entered = None
@@ -194,17 +196,18 @@ class Communicator:
     # ---- the end
 
     def settle(self) -> None:
-        """Return when no operation of the finished epoch runs in NCCL any more.  Raises as ``close`` does.
+        """Wait until NCCL runs no operation of the finished epoch any more.  Raises as ``close`` does.
 
-        If all operations here are over and believed, the communicator stays READY; otherwise it is closed.
+        If all operations of this member are over and believed, the communicator stays READY; otherwise it is closed.
         """
         if self.state is not State.READY:
             self.close()
 
     def close(self) -> None:
-        """Abort, unless that was done.  May wait for the device, which must be the thread's current device.
+        """Abort the communicator; idempotent.  May wait for its device, which must be the thread's current device.
 
-        If an operation may be in flight, this waits until all members have cancelled, and raises as ``all_heard`` does.
+        If an operation may be in flight, this first waits until all members have cancelled, and raises as
+        ``CancelToken.all_heard`` does.
         """
         if self.state is State.IN_USE:
             self._token.all_heard()
@@ -212,7 +215,7 @@ class Communicator:
             if self.state is State.CLOSED:
                 return
             self.state = State.CLOSED
-            with contextlib.suppress(*self.library.errors):  # it is unusable in any case
+            with contextlib.suppress(*self.library.errors):  # the communicator is unusable in any case
                 self.handle.abort()
 
     def _become(self, state: State) -> None:
@@ -227,13 +230,13 @@ class Communicator:
 
     def _beside(self, name: str, abort: Callable[[], None]) -> None:
         def unless_out() -> None:
-            with contextlib.suppress(MembershipError):  # this process exits
+            with contextlib.suppress(MembershipError):  # this worker is out of the run and exits
                 abort()
 
         abort_beside(name, self.library.cuda, self._device, unless_out)
 
     def _guard(self, token: CancelToken) -> None:
-        """Abort in place of the owner if it stays inside an NCCL call after the cancellation."""
+        """Abort in place of the owner, if the owner stays inside an NCCL call after the cancellation."""
         since, may_abort = time.monotonic(), False
         while self._token is token and self.state is not State.CLOSED:
             entered = self._entered

@@ -1,4 +1,4 @@
-"""NCCL library that torch has loaded, NCCL's Python bindings (nccl4py) for it, and threads for its aborts.
+"""Access to the NCCL library that torch has loaded, through the bindings nccl4py; threads for NCCL aborts.
 
 All other modules of this package get a ``Library`` as an argument, so that a double can replace NCCL and CUDA.
 """
@@ -19,7 +19,7 @@ import torch
 from recover_megatron.errors import UserError
 
 OLDEST = (2, 27, 0)
-"""Oldest supported version: aborts hang in several earlier versions (docs/gpu.md)."""
+"""Oldest supported version of NCCL; in several earlier versions aborts hang (docs/gpu.md)."""
 _OLDEST_BINDINGS = (0, 6)
 SUCCESS, IN_PROGRESS = 0, 7
 """ncclResult_t (nccl.h); every other value is an error."""
@@ -27,7 +27,7 @@ SUCCESS, IN_PROGRESS = 0, 7
 
 @dataclass(frozen=True)
 class Library:
-    """Loaded NCCL.  ``core``: module ``nccl.core``; ``cuda``: ``torch.cuda``; ``errors``: errors of a failed call."""
+    """Loaded NCCL.  ``core``: module ``nccl.core``.  ``cuda``: ``torch.cuda``.  ``errors``: types that calls raise."""
 
     core: Any
     cuda: Any
@@ -58,10 +58,10 @@ def abort_beside(
     abort: Callable[[], None],
     over: Callable[[BaseException | None], None] = _raised,
 ) -> None:
-    """Call ``abort`` in a separate thread, since it may wait for the device; ``over`` gets its error, or None.
+    """Call ``abort`` in a separate thread, since it may wait for the device; then call ``over`` with its error or None.
 
-    ``cuda``: ``torch.cuda``, or a double.  The thread's current device is ``device``.  Reason: an abort restores the
-    device that was current, which creates a context of some 400 MB there, and in a new thread that is device 0.
+    ``cuda``: ``torch.cuda``, or a double.  The thread makes ``device`` its current device.  Otherwise device 0 is
+    current, and an abort, which restores the current device, creates a context of about 400 MB on device 0.
     """
 
     def run() -> None:
@@ -90,7 +90,7 @@ def checked(library: Library) -> Library:
 @cache
 def load() -> Library:
     """Return the library of this process; raise ``UserError`` if nccl4py or NCCL is missing or too old."""
-    # torch was imported above and has loaded its libnccl: nccl4py uses a library that is loaded already.
+    # torch, imported above, has loaded its libnccl; nccl4py uses the loaded library.
     try:
         if tuple(map(int, re.findall(r"\d+", here := version("nccl4py"))))[:2] < _OLDEST_BINDINGS:
             raise ImportError(f"{here} is too old")

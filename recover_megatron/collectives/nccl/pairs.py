@@ -2,23 +2,23 @@
 
     receiver                                              holder
        | -- NCCL's unique id -------------------------->     |    both open the communicator
-       | -- CONNECT: no other receive in flight here ---->   |    both launch a message, which connects them
+       | -- CONNECT, at the receiver's turn ------------->   |    both launch a message, which connects them
        |    receive, launched                                |
        | -- number of a chunk -------------------------->     |    packed into one buffer, and its digest
        |    over  <===== send, which finds its receive ===   |    over
        | <-- trailer: the digest ------------------------    |
        |    digest of the received data, copies to tensors   |
 
-The receiver requests a chunk when the receive is in the stream of its device.  So the send finds its receive, needs no
-host, and does not hold up a queue (`collectives.device`).  The holder's device computes meanwhile.  Each worker has one
-send and one receive in flight at a time, whatever the number of connections.  Only the receiver waits for its turn at
+The receiver requests a chunk only when the receive is in the stream of the receiver's device.  So the send runs at once
+and does not block a hardware queue (`collectives.device`).  The holder's device computes meanwhile.  Each worker has at
+most one send and one receive in flight, whatever the number of connections.  Only the receiver waits for its turn, at
 both ends, so no cyclic wait is possible.
 
 The connection acts as cancel token: when it closes at either end, or a message takes too long, the operation is aborted
-at this end at once.  The other end need not agree first: a message that the abort completes there with garbage has no
-trailer, and is not believed (`collectives.state.receiver`).  It has written to a buffer of the pair, which lives until
-the abort is over.  The receiver requests missing chunks through the hosts, over another connection, or from other
-workers.
+at this end at once.  The other end need not agree first.  If the abort completes a message at the other end with
+garbage, the message has no trailer, so it is not believed (`collectives.state.receiver`).  The garbage is in a buffer
+of the pair, which lives until the abort is over.  The receiver then requests missing chunks through host memory, over
+another connection, or from other workers.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.state.transport import digest
 
 OPENING_SECONDS, CONNECTING_SECONDS = 20.0, 10.0
-"""Time limits in seconds; the second one at the holder, when the receiver is already connecting."""
+"""Time limits in seconds to open a pair: for the receiver; for the holder, when the receiver is connecting already."""
 SENDING_SECONDS, RECEIVING_SECONDS = 5.0, 15.0
-"""Time limits in seconds of a message, which takes some ms; a receive may wait for a send behind an abandoned one."""
+"""Time limits in seconds of a message, which takes some ms; a receive may wait while its holder gives up a send."""
 LOOK_MILLISECONDS = 50
+"""Time in milliseconds between two checks of a pair's deadline."""
 ID_BYTES = 128
-"""NCCL_UNIQUE_ID_BYTES (nccl.h)."""
+"""Size of NCCL's unique id in bytes: NCCL_UNIQUE_ID_BYTES (nccl.h)."""
 _RECEIVER, _HOLDER = 0, 1
 _DIGESTS = 1 << 64
-"""Modulus of a digest: a trailer contains it unsigned."""
+"""Modulus that makes a digest unsigned, as in a trailer."""
 
 
 class _Connection(CancelToken):
     """Cancel token that is cancelled when a connection closes or a deadline passes.
 
-    A separate thread polls until the cancellation: the user may be inside an NCCL call, which the cancellation ends.
+    A separate thread polls both, since the thread that uses the pair may be blocked in an NCCL call, which the
+    cancellation ends.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -77,7 +79,7 @@ class _Connection(CancelToken):
 
 @dataclass(eq=False)
 class _Lane:
-    """Direction (send or receive) of a worker, in which operations run one at a time."""
+    """Lock and stream for one direction of a worker's pairs (send or receive): one operation runs at a time."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     stream: Any = None
@@ -85,18 +87,18 @@ class _Lane:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Factory for the pairs of one worker, whose tensors are on ``device``."""
+    """Factory for the pairs of one worker; ``device``: device of the tensors that are sent or received."""
 
     device: torch.device
     _lanes: tuple[_Lane, _Lane] = field(default_factory=lambda: (_Lane(), _Lane()), init=False)
 
     def unique_id(self) -> bytes:
-        """Return a unique id for both ends of a pair; the receiver's process calls this.  Raises ``PeerLost``."""
+        """Return a new unique id for both ends of a pair; only the receiver calls this.  Raises ``PeerLost``."""
         with _as_lost():
             return bytes.fromhex(libraries.load().unique_id())
 
     def open(self, sock: socket.socket, unique_id: bytes, *, receives: bool) -> Pair:
-        """Open one end, for ``connect``; the other worker opens the other end.  Raises ``PeerLost``."""
+        """Open this worker's end of a pair, when the other worker opens the other end.  Raises ``PeerLost``."""
         library, rank = libraries.load(), _RECEIVER if receives else _HOLDER
         with _as_lost(), library.cuda.device(self.device):
             handle = library.core.Communicator.init(2, rank, library.read_unique_id(unique_id.hex()), library.config())
@@ -116,9 +118,9 @@ class Pairs:
 
 @dataclass(eq=False)
 class Pair:
-    """End of an open pair; a ``StateTransport``.  Used by one thread.
+    """End of an open pair at one worker, a ``StateTransport``; only one thread may use it.
 
-    After a ``PeerLost`` it is unusable, whether or not the other end is alive.
+    After a ``PeerLost`` the pair is unusable, even if the other worker is alive.
     """
 
     _library: Library
@@ -129,25 +131,25 @@ class Pair:
     _room: torch.Tensor = field(init=False)
 
     def connect(self, room: int, ask: Callable[[], None] = lambda: None) -> None:
-        """Exchange one byte: the first message is in progress until both ends have called this.
+        """Connect both ends by a message of one byte, which is complete when both workers have called ``connect``.
 
-        ``room``: bytes of the largest message.  ``ask``: requests the holder's call; called only at this receiver's
-        turn, since the holder serves no other receiver meanwhile.
+        ``room``: size of the largest message in bytes.  ``ask``: makes the holder call ``connect``; a receiver calls
+        ``ask`` only when the message has its turn, since the holder serves no other receiver meanwhile.
         """
         with _as_lost():
             self._room = torch.empty(room, dtype=torch.uint8, device=self._device)
             if self._communicator.rank == _HOLDER:
                 return self._exchange(self._room[:1], CONNECTING_SECONDS)
-            self._drained()  # kernels that still use this memory for its previous owner
+            self._drained()  # wait for kernels that still use this memory for its previous owner
             self._exchange(self._room[:1], OPENING_SECONDS, before=ask)
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
-        """Send ``parts`` as ``StateTransport`` does; from a copy, so ``parts`` may change once the copy is complete."""
+        """Send ``parts`` as ``StateTransport`` does, but from a copy: ``parts`` may change after the copy."""
         with _as_lost():
             packed = self._packed(parts)
             for piece, part in zip(_pieces(packed, parts), parts, strict=True):
                 piece.copy_(part, non_blocking=True)
-            found = digest([packed]) % _DIGESTS  # the host has waited for it, and so for the copies
+            found = digest([packed]) % _DIGESTS  # the host waits for the digest, and so for the copies
             self._exchange(packed, SENDING_SECONDS)
         return found
 
@@ -162,12 +164,12 @@ class Pair:
         return found
 
     def close(self) -> None:
-        """Abort the operation in flight in a detached thread; the buffer lives until the abort is over."""
+        """Abort the communicator in a detached thread; the pair's buffer lives until the abort is over."""
         self._connection.cancel("the pair was closed")
         self._communicator.close_beside()
 
     def _drained(self) -> None:
-        """Return when all work on this thread's current stream is done."""
+        """Wait until all work on this thread's current stream is done."""
         cuda = self._library.cuda
         until(_recorded(cuda, cuda.current_stream(self._device)), within())
 
@@ -182,7 +184,10 @@ class Pair:
         before: Callable[[], None] = lambda: None,
         launched: Callable[[], None] = lambda: None,
     ) -> None:
-        """Exchange one message; return when it is over and NCCL reports success.  ``before``: called at its turn."""
+        """Send or receive one message; return when it is over and believed.
+
+        ``before``: called when the message has its turn.  ``launched``: called when the message is in the stream.
+        """
         other, cuda, lane = 1 - self._communicator.rank, self._library.cuda, self._lane
         with lane.lock, cuda.device(self._device):
             stream = lane.stream = lane.stream or cuda.Stream(self._device)
@@ -198,7 +203,7 @@ class Pair:
                 launched()
                 self._communicator.wait(operation)
             except BaseException:
-                lane.stream = None  # it is blocked until the abort is over
+                lane.stream = None  # the stream is blocked until the abort is over
                 raise
             self._connection.deadline = math.inf
 
@@ -215,9 +220,9 @@ def _pieces(packed: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[tor
 
 @contextmanager
 def _as_lost() -> Iterator[None]:
-    """Turn every error that ends a pair into ``PeerLost``: also lack of device memory, since the hosts can be used.
+    """Turn every error that ends a pair into ``PeerLost``, so that the transfer continues through host memory.
 
-    The error keeps no frames: they would hold the pair in a reference cycle.
+    That includes lack of device memory.  The error has no traceback, whose frames would hold the pair in a cycle.
     """
     try:
         yield

@@ -1,12 +1,12 @@
-"""Creation of the communicator of the next epoch: the last one is reused, or a new one is opened.
+"""Communicator of the next epoch: a communicator kept from earlier epochs is reused, or a new one is opened.
 
     every member   publishes the communicators that it has kept for its rank and number of members ----.
     rank 0                                                   '--> decide(), pure --> publishes the decision
-    every member   reuses it   if the members are the same, and no operation is outstanding at any of them
-                   opens one   otherwise, with a new unique id; kept ones are aborted
+    every member   reuses a kept communicator   if the members are unchanged, and no member has unfinished operations
+                   opens a new communicator     otherwise, with a new unique id; kept communicators are aborted
 
-Rank 0 decides for all members.  Everything travels over the epoch's rendezvous, two messages per member.  (NCCL can
-shrink and grow communicators, too: after an abort the shrunk one shares nothing with its parent.)
+Rank 0 decides for all members.  All messages, two per member, go through the epoch's key-value store.  (NCCL can also
+shrink and grow communicators, but after an abort a shrunk communicator shares nothing with its parent.)
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 
 
 def decide(held: Sequence[Mapping[str, int]]) -> str | None:
-    """Return the identity to reuse, if any.  ``held``: for each member identity -> number of believed operations."""
+    """Return the identity of the communicator to reuse, None: open a new one.
+
+    ``held``: for each member, identity -> number of believed operations.  All members must have kept the communicator,
+    with equally many operations.
+    """
     return min((identity for identity, _ in set.intersection(*(set(own.items()) for own in held))), default=None)
 
 
 class Keeper:
     """Pool of this worker's communicators that no epoch uses at the moment; for any thread.
 
-    A communicator stays until it is taken; when the members of columns have changed, the caller calls ``close``.
-    ``keeps``: False: every communicator is aborted instead of kept.
+    A communicator stays in the pool until ``take`` or ``close``; when the members of columns have changed, the pool's
+    owner calls ``close``.  ``keeps``: if False, every communicator is aborted instead of kept.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
         self._held: list[Communicator] = []
         self.stream: Any = None
-        """Stream of all columns, in every epoch: torch's pool would soon return streams that are in use."""
+        """CUDA stream for all columns and epochs; torch's pool would soon return streams that are in use."""
         self._lock = threading.Lock()
 
     def give(self, communicator: Communicator) -> None:
-        """Keep a communicator whose epoch is over and which has settled; abort it if it is not READY."""
+        """Keep a communicator after its epoch, when ``settle`` has returned; if it is not READY, abort it."""
         if self._keeps and communicator.state is State.READY:
             communicator.release()
             with self._lock:
@@ -55,14 +59,14 @@ class Keeper:
             communicator.close_beside()
 
     def take(self, rank: int, size: int) -> dict[str, Communicator]:
-        """Remove and return the communicators with this rank and size, by identity."""
+        """Remove the communicators with this rank and size from the pool; return identity -> communicator."""
         with self._lock:
             fitting = {kept.identity: kept for kept in self._held if (kept.rank, kept.size) == (rank, size)}
             self._held = [kept for kept in self._held if kept.identity not in fitting]
         return fitting
 
     def close(self) -> None:
-        """Abort all of them, in detached threads."""
+        """Abort all communicators of the pool, in detached threads."""
         with self._lock:
             held, self._held = self._held, []
         for communicator in held:
@@ -71,7 +75,7 @@ class Keeper:
 
 @dataclass(eq=False)
 class Opening:
-    """Communicator that is being opened.  ``prefix``: of its keys; the same at all members, and unique."""
+    """Opening of a communicator, in steps.  ``prefix``: of its keys in ``store``; unique, and equal at all members."""
 
     library: Library
     keeper: Keeper
@@ -87,11 +91,11 @@ class Opening:
         self._steps = self._open()
 
     def advance(self) -> bool:
-        """Return whether it is open.  Raises ``PeerLost`` and ``EpochRevoked``."""
+        """Do the next step; return whether the communicator is open.  Raises ``PeerLost`` and ``EpochRevoked``."""
         return next(self._steps, True)
 
     def fail(self) -> None:
-        """Give up: abort the communicator and all kept ones."""
+        """Give up the opening: abort the communicator and all kept communicators that it has taken."""
         for communicator in filter(None, (self.communicator, *self._kept.values())):
             communicator.close_beside()
 
@@ -131,7 +135,7 @@ class Opening:
 
 
 def opened(opening: Opening, timeout: float) -> Communicator:
-    """Wait until the communicator is open and return it; on an error it is given up.
+    """Wait until the communicator is open, and return it; if an error is raised, the opening is given up.
 
     Raises ``EpochRevoked``, ``PeerLost``, and ``TimeoutError`` after ``timeout`` seconds.
     """

@@ -1,6 +1,6 @@
-"""NCCL backend of a group.  Members on the same GPU communicate over sockets only (docs/reference/gpu_results.md).
+"""NCCL backend of a group: NCCL's collectives, on a dedicated stream.
 
-``NcclNative``: NCCL's collectives, on a dedicated stream.
+Members on the same GPU communicate only over sockets (docs/reference/gpu_results.md).
 
     reduce_scatter, all_gather, transfer --launch--> the stream --event--> over --NCCL reports success--> believed
 """
@@ -23,9 +23,9 @@ from recover_megatron.collectives.nccl.renewal import Keeper, Opening, opened
 
 
 class NcclNative(DeviceStream, NativeBackend):
-    """Backend with NCCL's collectives; its communicator is None if the group has one member.
+    """Backend with NCCL's collectives; ``comm`` is None if the group has only one member.
 
-    ``keeper``: takes the communicator when the epoch is over.
+    ``keeper``: gets the communicator when the backend is closed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class NcclNative(DeviceStream, NativeBackend):
         return self._launch(lambda handle: handle.allgather(source, output, stream=self._stream), output, source)
 
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Exchange all messages in one launch: NCCL runs them concurrently, so their order does not matter."""
+        """Exchange all messages in one launch; NCCL runs them concurrently, so they are in no order."""
 
         def all_of_them(handle: Any) -> None:
             with self._library.core.group():
@@ -94,7 +94,8 @@ def open_native(
 ) -> NcclNative:
     """Open the NCCL backend of a group.
 
-    ``prefix``: prefix of the group's keys in the store.  ``timeout``: seconds in which all members must have joined.
+    ``prefix``: of the group's keys in ``store``.  ``timeout``: seconds in which all members must have joined.  Raises
+    as ``opened`` does.
     """
     library = libraries.load()
     keeper.stream = keeper.stream or library.cuda.Stream(device, priority=-1)

@@ -1,6 +1,6 @@
-"""Fault-tolerant ring: carries out programs of ``schedule`` over a transport.
+"""Fault-tolerant ring: a group that carries out the programs of ``schedule`` over a transport.
 
-The bucket's own gradient is the only copy of the input, and it survives until the result is safe:
+The worker's own gradient in the bucket is the only copy of the input, and is overwritten only by the finished sum:
 
                      +--------- reduce-scatter half ----------+      +------ all-gather half ------+
     from the         | arrives in scratch                     |      | arrives in scratch          |
@@ -11,10 +11,10 @@ The bucket's own gradient is the only copy of the input, and it survives until t
                      +----------------------------------------+      +-----------------------------+
 
     one segment at one member:     LOCAL --FINISH or STORE--> REDUCED
-    (nothing can interrupt between the write and the mark: a revocation is checked only while waiting for a message)
+    (nothing interrupts between the write and the mark: a revocation is checked only while waiting for a message)
 
-A message is sent from the own gradient (hop 0), from scratch (a partial sum) or from a finished segment.  Scratch is
-reused only when its message has been sent.
+A sent message is the own gradient (hop 0), a partial sum in scratch, or a finished segment of the bucket.  Scratch
+memory is reused only when the message in it has been sent.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from recover_megatron.collectives.ring.schedule import (
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 LOOKAHEAD = 1
-"""Number of receives that are posted ahead of the current one."""
+"""Number of receives that are posted in addition to the one being waited for."""
 _MESSAGES = 32
-"""Maximum number of messages between two checks for newly submitted tasks."""
+"""Maximum number of messages that are processed between two checks for newly submitted tasks."""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
 
 Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -67,10 +67,10 @@ class RingTask(Task):
     to_receive: Sequence[torch.Tensor]
     tag: int
     epoch_of: Callable[[int], int]
-    """Returns the epoch of a finished segment, by its first element."""
+    """Returns the epoch with which a finished segment is marked; the argument is its first element."""
     token: object
     stored: str
-    """Name of the hook's boundary for a received finished sum."""
+    """Name that the hook gets when a received finished sum was stored: "store" or "gather"."""
     posted: int = 0
     gone: int = 0
     asked: int = 0
@@ -86,22 +86,22 @@ class RingTask(Task):
 
 
 _Sending = tuple[RingTask, Pending, Arrival | None]
-"""Message in flight, with its partial sum if it is one."""
+"""(task, message being sent, scratch of the partial sum that it sends; None if it sends no partial sum)."""
 _Receiving = tuple[RingTask, Receive, Arrival]
-# Tuples for speed: one of each is created per message.
+# Tuples, since they are fast: one ``_Sending`` or ``_Receiving`` is created per message.
 
 
 class Ring(Executor[RingTask]):
-    """Executor of the runs of one group; the messages of a run follow those of the previous run without a gap."""
+    """Executor of one group's tasks (runs); the messages of successive runs follow each other without a pause."""
 
     def __init__(self, transport: Transport, hook: Hook | None = None) -> None:
         self._transport = transport
         self._transport.on_sent(self._reap)
         self._hook = hook
         self._used = 0
-        """Segments of scratch that receives and partial sums use."""
+        """Number of scratch segments that posted receives and partial sums use."""
         self._handed_in: deque[RingTask] = deque()
-        """Submitted tasks whose bucket may still be being computed."""
+        """Submitted tasks that are not begun: the device may still be computing their buckets."""
         self._runs: deque[RingTask] = deque()
         self._to_send: deque[RingTask] = deque()
         self._to_ask: deque[RingTask] = deque()
@@ -125,7 +125,7 @@ class Ring(Executor[RingTask]):
             self._begin(self._handed_in.popleft())
         with self._transport.scope():
             self._step()
-            for _ in range(_MESSAGES):  # messages that have arrived already, without returning to the progress thread
+            for _ in range(_MESSAGES):  # handle messages that have arrived before returning to the progress thread
                 if not (self._receiving and self._receiving[0][2].done):
                     break
                 self._step()
@@ -142,7 +142,7 @@ class Ring(Executor[RingTask]):
             self._reap()
         if self._to_send:
             self._post_sends()
-            self._reap()  # messages sent at once release their memory before this thread waits
+            self._reap()  # before this thread waits: release the memory of messages that were sent at once
         if self._to_ask:
             self._post_receives()
         if self._receiving:
@@ -162,12 +162,12 @@ class Ring(Executor[RingTask]):
     def close(self) -> None:
         self._transport.close()
         for queue in (self._handed_in, self._runs, self._to_send, self._to_ask, self._sending, self._receiving):
-            queue.clear()  # their items keep the transport's memory and connections alive
+            queue.clear()  # the items would keep the transport's memory and connections alive
 
     # ---- sending
 
     def _post_sends(self) -> None:
-        """Send every message that is ready, in order."""
+        """Send messages in program order until one needs a receipt that has not been handled yet."""
         while self._to_send:
             run = self._to_send[0]
             sends = run.program.sends
@@ -200,7 +200,7 @@ class Ring(Executor[RingTask]):
     # ---- receiving
 
     def _post_receives(self) -> None:
-        """Post the next receives, as far ahead as is useful and as scratch allows."""
+        """Post the next receives, up to ``LOOKAHEAD`` ahead and as far as scratch has room."""
         while self._to_ask and len(self._receiving) <= LOOKAHEAD:
             run = self._to_ask[0]
             receives = run.program.receives
@@ -208,8 +208,8 @@ class Ring(Executor[RingTask]):
                 self._to_ask.popleft()
                 continue
             if self._used > run.program.partials + LOOKAHEAD:
-                # The successor lags: partial sums accumulate.  One more than the schedule needs is enough for the
-                # member that lags most, so waiting here cannot deadlock.
+                # The successor lags, so partial sums accumulate here.  A member needs room for one segment more than
+                # the schedule's partial sums.  The member that lags most has it, so waiting here cannot deadlock.
                 if self._receiving:
                     return
                 self._transport.wait(self._sending[0][1])
@@ -223,7 +223,7 @@ class Ring(Executor[RingTask]):
             run.asked += 1
 
     def _handle(self, run: RingTask, receive: Receive, arrival: Arrival) -> None:
-        """Process a segment that is complete in scratch.  Nothing interrupts between write and mark."""
+        """Add, finish or store a segment that is complete in scratch.  Nothing interrupts between write and mark."""
         scratch, hook, part = arrival.tensor, self._hook, run.to_receive[run.handled]
         if hook:
             hook("arrived", receive.hop)
@@ -251,7 +251,7 @@ class Ring(Executor[RingTask]):
 
     @property
     def scratch_peak(self) -> int:
-        """Peak memory of received segments and partial sums over all runs, in bytes."""
+        """Peak memory in bytes of received segments and partial sums, over all runs."""
         return self._transport.scratch_peak
 
     def _release(self, arrival: Arrival) -> None:
@@ -266,35 +266,35 @@ class Ring(Executor[RingTask]):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Segmentation of buckets; the same on all members.  Measured with benchmarks/bench_ring.py."""
+    """Parameters of the segmentation, equal on all members.  Defaults measured with benchmarks/bench_ring.py."""
 
     segment_bytes: int = 512 << 10
-    """Maximum length of a segment."""
+    """Maximum length of a segment in bytes."""
     least_bytes: int = 128 << 10
-    """Minimum length below which a segment is not cut only to have several in flight."""
+    """Length in bytes: segments are not made shorter only to have ``depth`` blocks in flight."""
     depth: int = 2
-    """Blocks in flight at a time; see ``schedule``."""
+    """Number of blocks in flight at a time; see ``schedule``."""
 
     @property
     def slots(self) -> int:
-        """Segments that one member has room for: the maximum of its partial sums, and one that arrives."""
+        """Number of segments for which a member has room: the maximum of its partial sums, and one arriving segment."""
         return most_partials(self.depth) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Program, with a signature by which members check that theirs are the same."""
+    """Program, and its signature, from which message tags are made: members with different programs detect it."""
 
     program: Program
     signature: int
 
 
 MOST_MESSAGES = 1 << 17
-"""Limit of the programs that a group caches, in messages: some 20 MiB."""
+"""Limit of a group's cache of programs, in messages of the programs; about 20 MiB."""
 
 
 class RingGroup(Group):
-    """Group over the ring; create it with ``open_group``."""
+    """Group that sums over a ring; created by ``open_group``."""
 
     def __init__(
         self,
@@ -316,14 +316,14 @@ class RingGroup(Group):
         self._serve(Ring(transport, hook))
 
     def segment_elements(self, chunks: Chunks, element_size: int) -> int:
-        """Return the elements of a segment for ``chunks``."""
+        """Return the number of elements of a segment when ``chunks`` are cut."""
         tuning = self.tuning
         most, least = max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size
         return segment_length(chunks, most, least, tuning.depth)
 
     def _start(self, collective: BucketCollective) -> Handle:
         spec, flat, what = collective, collective.flat, collective.what
-        gather_hops = max(spec.to, default=0)  # in a ring all members in between get it, too
+        gather_hops = max(spec.to, default=0)  # in a ring all members in between get the chunk, too
         key = what, flat.dtype, spec.reduce, gather_hops, frozen(spec.chunks)
         planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, spec.chunks, spec.reduce, gather_hops))
         run = RingTask(
@@ -334,9 +334,9 @@ class RingGroup(Group):
         return self._hand_in(run)
 
     def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
-        """Return the views for a program; cached for gradients, since the next iteration needs the same ones.
+        """Return the views of ``flat`` for a program; cached for gradients, whose buckets return in each iteration.
 
-        The cache also holds the bucket, which so stays alive: no other tensor gets its ``id``.
+        The cache key contains ``id(flat)``.  The cached value holds ``flat``, so no other tensor can get this ``id``.
         """
         if what != "reduce":
             return parts_of(flat, program)

@@ -1,30 +1,32 @@
-"""Schedule of the segments of a ring: pure functions of (rank, size, spans).
+"""Schedule of a ring's messages: which segment a rank sends and receives when; pure functions of rank and chunks.
 
-A bucket is cut into one *chunk* per rank, its owner, and each chunk into *segments*.  A segment travels round the ring,
-always from rank r to rank r + 1:
+A bucket is cut into *chunks*, one for each rank, which owns it.  A chunk is cut into *segments*.  A segment travels
+round the ring, always from rank r to rank r + 1:
 
     reduce-scatter, hops 0 .. n-2:   the segment of chunk c starts at rank c + 1 as that rank's own gradient; each
                                      receiver adds its own gradient; after hop n-2 the sum is complete at c
     all-gather, hops n-1 .. 2n-3:    the finished segment goes from its owner c to c + 1, c + 2, ...
 
-The members and the spans determine the order of summation, hence the result to the last bit:
+The order of summation, and so the result to the last bit, depends only on the members and the spans:
 
     sum of chunk c = (((g[c+1] + g[c+2]) + g[c+3]) + ... ) + g[c]          indices modulo n
 
-Hops of one segment wait for each other, so several segments are in flight at a time.  Segment k of every chunk forms
-*block* k; block k starts ``stride`` hops after block k - 1, and messages are ordered by the wave k * stride + hop:
+The hops of one segment run one after the other, so several segments are in flight at a time to use the network.
+The segments with number k of all chunks form *block* k.  Block k starts ``stride`` hops after block k - 1, and messages
+are ordered by their wave, k * stride + hop:
 
     wave     0      1      2      3      4      5      6
     block 0  hop 0  hop 1  hop 2  hop 3  hop 4  hop 5            n = 4, stride 2: three blocks in flight
     block 1                hop 0  hop 1  hop 2  hop 3  hop 4
     block 2                              hop 0  hop 1  hop 2
 
-Every rank sends in this order and receives in this order, so a message needs no address.  A message of hop h + 1
-depends on the receipt of the same segment at hop h, which is at least ``blocks in flight`` messages earlier.
+Every rank sends and receives in this order, so a message needs no address.  A message of hop h + 1 depends on the
+receipt of the same segment at hop h, which comes at least as many messages earlier as blocks are in flight.
 
-A member holds the partial sums of the blocks that are between two hops of the reduce-scatter half, and nothing is sent
-to a member without room for it.  So blocks start late enough that a member holds at most ``most_partials`` at a time:
-members with room for one more segment cannot block each other (tests/collectives/test_schedule.py).
+While a block is in the reduce-scatter half, a member holds a partial sum of it between receipt and sending.  A message
+is sent only to a member with room for it.  So blocks start late enough that a member holds at most ``most_partials``
+partial sums at a time; if each has room for one more segment, members cannot block each other
+(tests/collectives/test_schedule.py).
 """
 
 from __future__ import annotations
@@ -40,20 +42,20 @@ from recover_megatron.collectives.ledger import Span
 class Action(Enum):
     """Action of a rank on a received segment."""
 
-    ADD = "add"  # add the own gradient, keep the partial sum in scratch, pass it on
-    FINISH = "finish"  # add the own gradient: this rank owns the complete sum; write it to the bucket
+    ADD = "add"  # add the own gradient to the partial sum in scratch, and send the sum to the successor
+    FINISH = "finish"  # this rank owns the segment: add the own gradient, and write the complete sum to the bucket
     STORE = "store"  # the segment is a finished sum: copy it to the bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Message to the successor.  ``after``: number of receipts of the same program that must be handled before it."""
+    """Message to the successor.  ``after``: number of this program's receipts that must be handled before the send."""
 
     span: Span
     hop: int
     after: int
     partial: bool
-    """True for a partial sum: it is in the scratch of receipt ``after - 1``; at hop 0 it is the own gradient."""
+    """True in the reduce-scatter half: the message is the own gradient (hop 0) or the sum of receipt ``after - 1``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,12 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All messages of one rank in one collective, each tuple in wire order."""
+    """All messages of one rank in one collective; both tuples are in the order of transmission."""
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
     partials: int
-    """Maximum of the partial sums held at a time when no neighbour lags."""
+    """Maximum number of partial sums that the rank holds at a time, if no neighbour lags."""
 
 
 def segments(chunk: Sequence[Span], length: int) -> list[Span]:
@@ -83,22 +85,23 @@ def segments(chunk: Sequence[Span], length: int) -> list[Span]:
 
 
 def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
-    """Return the elements of a segment: a chunk is cut into at least ``depth`` segments, each of at most ``most``
-    elements; but segments are not made shorter than ``least`` only for the pipeline."""
+    """Return the number of elements of a segment: at most ``most``, and short enough to cut a chunk into ``depth``
+    segments; but segments shorter than ``least`` are not made only to have several in flight."""
     longest = max((sum(map(len, chunk)) for chunk in chunks), default=0)
     return max(1, min(most, max(least, -(-longest // depth)), longest))
 
 
 def most_partials(depth: int) -> int:
-    """Return the maximum of a member's partial sums at a time when no neighbour lags, for any program."""
+    """Return the maximum number of partial sums that a member holds at a time in any program, if no neighbour lags."""
     return -(-depth // 2) + 1
 
 
 def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:
-    """Return the program of ``rank`` in a ring of ``len(chunks)`` members.
+    """Return the program of ``rank`` in a ring of ``len(chunks)`` members; ``length``: elements of a segment.
 
-    ``reduce``: begin with the reduce-scatter half.  ``gather_hops``: number of hops that finished segments travel,
-    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks in flight at a time.
+    ``reduce``: begin with the reduce-scatter half; False: the chunks are finished already.  ``gather_hops``: number of
+    hops that finished segments travel, 0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: number
+    of blocks in flight at a time.
     """
     size = len(chunks)
     parts = [segments(chunk, length) for chunk in chunks]
@@ -113,7 +116,8 @@ def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: i
     receives: list[Receive] = []
     receipt: dict[tuple[int, int], int] = {}
     for _, block, hop in order:
-        # Chunk that a rank sends at a hop: the reduce half starts behind the owner, the gather half at the owner.
+        # ``rank - behind`` owns the sent chunk: the reduce half starts at the owner's successor, the gather half at the
+        # owner.
         behind = hop + 1 if hop < reduce_hops else hop - reduce_hops
         outgoing, incoming = parts[(rank - behind) % size], parts[(rank - 1 - behind) % size]
         if block < len(outgoing):

@@ -1,1 +1,1 @@
-"""Transfer of workers' states, as trees of values and tensors, from holders to receivers."""
+"""Transfer of a worker's state, a tree of values and tensors, from workers that have it (holders) to receivers."""

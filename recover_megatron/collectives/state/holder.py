@@ -1,19 +1,20 @@
-"""States that this worker sends to others, each as text and tensors that are cut in chunks.
+"""Sending side of state transfers: a worker offers its state as text and tensors, which are sent in chunks.
 
     holder    tree --flatten--> text (JSON: the tree, tensors by number), tensors
-    receiver  text --unflatten--> the same tree, with new tensors (`receiver` fills them); nothing is unpickled
+    receiver  text --unflatten--> an equal tree, with tensors that `receiver` fills; nothing is unpickled
 
     receiver                                     holder: a thread for each connection (a stream named state/<key>)
-       | <-- text's length, chunk's, layout ----- |   as soon as the state of that key is offered
+       | <-- sizes of text and chunk, layout ---- |   as soon as the state of that key is offered
        | --- TEXT ------------------------------> |
        | <-- text, trailer ---------------------- |
-       | --- PAIR, NCCL's unique id; CONNECT ---> |   from now on chunks go from device to device: see `nccl.pairs`
-       | --- number of a chunk, in any order ---> |   over the connection several may be requested ahead
-       | <-- the chunk's bytes, trailer --------- |   trailer: number, checksum, flag: the offer is still valid
+       | --- PAIR, NCCL's unique id; CONNECT ---> |   optional; then chunks go from device to device (`nccl.pairs`)
+       | --- number of a chunk, in any order ---> |   without NCCL, several chunks may be requested ahead
+       | <-- the chunk's bytes, trailer --------- |   trailer: number, checksum, 1 if the offer is still valid
        | --- DONE ------------------------------> |   everything has arrived
 
-An offer is withdrawn before its tensors change.  If the bytes of a chunk were read during the withdrawal, its trailer
-says so, and the receiver discards it.  The holder's training continues meanwhile: these threads only read.
+An offer is withdrawn before its tensors change.  If the offer was withdrawn while a chunk was read, the chunk's trailer
+says so, and the receiver discards the chunk.  The holder's training continues meanwhile, since these threads only read
+the tensors.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ log = get_logger(__name__)
 
 
 MAX_TEXT = 256 << 20
-"""Maximum bytes of the text: the plain values of a state, and the shapes of its tensors."""
+"""Maximum size in bytes of the text, which has the plain values of a state and the shapes of its tensors."""
 
 
 KIND = "state"
 CHUNK = 8 << 20
-"""Bytes of a chunk: large enough that the request is negligible (with 1 MiB a transfer took 50 % longer)."""
+"""Default size of a chunk in bytes, so large that requests cost little (with 1 MiB a transfer took 50 % longer)."""
 LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
-"""Bytes of a chunk from device to device, which is much faster; and the maximum that a receiver accepts."""
+"""Sizes in bytes: of a chunk for transfers from device to device, which are faster; maximum that a receiver accepts."""
 HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
 TEXT, DONE, PAIR, CONNECT = -1, -2, -3, -4
 LOOK_SECONDS = 0.25
-"""Interval at which a wait for an offer or for chunks checks whether it must end."""
+"""Interval in seconds at which a wait for an offer or for chunks checks whether it must end."""
 
 Chunk = Sequence[tuple[int, int, int]]
-"""Pieces of a chunk: (number of a tensor, first byte, end byte)."""
+"""Pieces of a chunk, each (number of the tensor, first byte, byte behind the last)."""
 
 
 class Offer:
-    """Tree that other workers may fetch.  The tensors are read in place, whenever a chunk is requested.
+    """State ``tree`` that other workers may fetch.  Its tensors are not copied, but read when a chunk is requested.
 
-    ``shared``: number of its first tensors that are equal in all holders of the state; see ``chunks_of``.
-    ``chunk``: bytes of a chunk; default: ``CHUNK``.
+    ``shared``: number of tensors, from the first on, that are equal on all holders of the state; see ``chunks_of``.
+    ``chunk``: size of a chunk in bytes; None: ``CHUNK``.
     """
 
     def __init__(self, tree: Any, shared: int = 0, chunk: int | None = None) -> None:
@@ -84,56 +85,57 @@ class Offer:
         self._error: str | None = None
 
     def parts(self, number: int) -> list[torch.Tensor]:
-        """Return the bytes of a chunk.  Raises IndexError."""
+        """Return the bytes of chunk ``number``, as pieces of tensors.  Raises IndexError if there is no such chunk."""
         if number < 0:
             raise IndexError(number)
         return [self._parts[tensor][start:stop] for tensor, start, stop in self.chunks[number]]
 
     def connected(self) -> None:
-        """Count one more connection over which a receiver fetches this; a receiver may have several."""
+        """Count one more connection over which the receiver fetches this state; a receiver may open several."""
         with self._lock:
             self._connections += 1
 
     def was_taken(self) -> None:
-        """Record that a receiver has all of it."""
+        """Record that the receiver has the complete state."""
         self._error = None
         self._over.set()
 
     def disconnected(self, error: Exception) -> None:
-        """Record that a connection ended before the receiver had sent DONE over it.
+        """Record that a connection ended, with ``error``, before the receiver had sent DONE over this connection.
 
-        The receiver counts as dead when its last connection has ended: a receiver that has everything also closes
-        connections whose requests have not been answered yet.
+        The receiver counts as dead only when its last connection has ended, because a receiver that has the complete
+        state also closes connections on which requests are still unanswered.
         """
         with self._lock:
             self._connections -= 1
             if not self._connections and not self._over.is_set():
-                self._error = str(error)  # not its frames, which keep connections and memory alive
+                self._error = str(error)  # not the error, whose frames would keep connections and memory alive
                 self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
-        """Wait until the only receiver has it; ``PeerLost`` if that receiver is lost.  ``patience``: raises to stop."""
+        """Wait until the receiver has the state.  Raises ``PeerLost`` if it is lost; ``patience`` may raise, too."""
         while not self._over.wait(LOOK_SECONDS):
             patience()
         if self._error is not None:
             raise PeerLost(f"the worker that was receiving this state is lost: {self._error}")
 
     def withdraw(self) -> None:
-        """Invalidate the offer before its tensors change: receivers discard chunks in flight.  Idempotent."""
+        """Make the offer invalid before its tensors change, so that receivers discard chunks in flight.  Idempotent."""
         self.stands = False
         self._parts = []
 
 
 def layout_of(tensors: Sequence[torch.Tensor], chunk: int) -> bytes:
-    """Return 32 bytes that are equal if the shapes, dtypes and the chunk limit are equal."""
+    """Return a hash of 32 bytes of the tensors' shapes and dtypes, and of the chunk size."""
     shapes = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     return hashlib.sha256(json.dumps([chunk, shapes]).encode()).digest()
 
 
 def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tuple[list[Chunk], int]:
-    """Return the chunks of tensors of these sizes in bytes, and the number of first chunks with only shared tensors.
+    """Cut tensors of ``sizes`` bytes into chunks; return the chunks, and how many of them contain shared tensors.
 
-    ``limit``: bytes of a chunk; default: ``CHUNK``.
+    The chunks of the first ``shared`` tensors come first, and contain no other tensor.  ``limit``: size of a chunk in
+    bytes; None: ``CHUNK``.
     """
     limit = limit or CHUNK
     common = list(cut(sizes[:shared], limit))
@@ -142,9 +144,9 @@ def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tu
 
 
 class Offers:
-    """All offers of one worker, served to every worker that connects to its peer store's ``streams``.
+    """All offers of one worker, served to every worker that connects through the ``streams`` of its peer store.
 
-    ``pairs``: transfers from device to device if the receiver requests them; None: refused.
+    ``pairs``: for receivers that request a transfer from device to device; None: such requests are refused.
     """
 
     def __init__(self, streams: Streams, pairs: Pairs | None = None) -> None:
@@ -154,7 +156,7 @@ class Offers:
         streams.serve(KIND, self._accept)
 
     def put(self, key: str, offer: Offer) -> Offer:
-        """Publish ``offer`` under a key that was not used before."""
+        """Publish ``offer`` under ``key``, which must not have been used before; return ``offer``."""
         with self._changed:
             self._offers = {known: old for known, old in self._offers.items() if old.stands}
             self._offers[key] = offer
@@ -167,14 +169,14 @@ class Offers:
         ).start()
 
     def _serve(self, key: str, sock: socket.socket) -> None:
-        with sock, suppress(OSError):  # the receiver closed the connection before the offer
+        with sock, suppress(OSError):  # the receiver closed the connection before the state was offered
             watch(sock)
             offer = self._await(key, sock)
             offer.connected()
             try:
                 with beside(offer.gpu, offer.made, within()):
                     serve(sock, SocketTransport(sock), offer, self._pairs)
-            except (OSError, PeerLost, IndexError) as error:  # a fault ends this connection only
+            except (OSError, PeerLost, IndexError) as error:  # a fault of this connection; the others continue
                 log.info(f"one connection over which a state was being sent has ended: {error}")
                 offer.disconnected(error)
 
@@ -185,15 +187,15 @@ class Offers:
                     if not self._offers[key].stands:
                         raise ConnectionResetError("the offer of that state was withdrawn")
                     return self._offers[key]
-            if select.select([sock], [], [], 0)[0]:  # no request precedes the hello: the peer hung up
+            if select.select([sock], [], [], 0)[0]:  # no request comes before the hello, so the receiver has hung up
                 raise ConnectionResetError("the worker that requested a state closed the connection")
 
 
 def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: Pairs | None = None) -> None:
-    """Send the chunks that are requested on ``sock``, by ``transport`` or by a pair, until DONE.
+    """Answer the requests that arrive on ``sock`` until DONE; send chunks by ``transport``, or by a pair if requested.
 
-    Raises OSError and ``PeerLost`` if the receiver is lost or a pair has failed, IndexError for a chunk that does not
-    exist.
+    Raises OSError or ``PeerLost`` if the receiver is lost or a pair has failed, IndexError if a requested chunk does
+    not exist.
     """
     sock.sendall(HELLO.pack(len(offer.text), offer.chunk, offer.layout))
     request, unique_id = bytearray(REQUEST.size), bytearray(ID_BYTES)
@@ -223,5 +225,5 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
 
 
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """Return the first CUDA device of ``tensors``, if any."""
+    """Return the CUDA device of the first tensor that is on one; None if no tensor is."""
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)

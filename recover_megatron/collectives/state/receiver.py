@@ -1,13 +1,15 @@
-"""Receipt of a state from several holders at once; if a holder is lost, the others send the missing chunks.
+"""Receiving side of state transfers: from several holders at once; if one is lost, the others send its chunks.
 
-    LEAD    from the first holder that answers: the text, and the chunks that are not equal in all holders
-    PULL    from all holders with the same layout, over several connections: the shared chunks, each from a free holder
-              a holder is lost  --> the chunks it has not sent are requested from the others; if they were to come from
-                                    device to device, also from the same holder over another connection
-              a chunk fails its checksum --> refused, and nothing more is requested from that holder
-    all chunks received --> DONE to all     no holder is left --> PeerLost, or Disagreement if one was refused
+    LEAD    from the first holder that answers: the text, and the chunks that are not equal on all holders
+    PULL    from all holders with the leader's layout, over several connections: the shared chunks, each from the
+            holder that is free first
+              a holder is lost  --> the chunks that it has not sent are requested from the other holders; if they were
+                                    requested from device to device, also from this holder over another connection
+              a chunk fails its checksum --> the chunk is refused, and nothing more is requested from that holder
+    all chunks received --> DONE to all holders
+    no holder is left   --> PeerLost; Disagreement if a chunk was refused
 
-Bytes are received into the memory that ``place`` returns: mostly memory of the model and the optimizer that is in use.
+Bytes are received into the memory that ``place`` returns, mostly memory that model and optimizer already use.
 """
 
 from __future__ import annotations
@@ -37,19 +39,19 @@ from recover_megatron.network.system import watch
 log = get_logger(__name__)
 
 STREAMS = 4
-"""Connections, over all holders: one connection rarely saturates a link, nor can one thread check its data."""
+"""Number of connections to all holders together: one connection, and one thread for checksums, is too slow."""
 AHEAD = 2
-"""Number of chunks that are requested from a holder before the first of them has arrived."""
+"""Number of chunks that are requested from a holder at a time, before the first of them has arrived."""
 
 Shared = Callable[[Any], int]
-"""Returns the number of first tensors of a tree that are equal in all holders of the state."""
+"""Function of a tree: returns how many of its tensors, from the first on, are equal on all holders."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Worker that holds the state.  ``connect``: opens a connection to its offer; raises ``Unreachable``.
+    """Holder of the state.  ``connect``: opens a connection to the holder's offer; raises ``Unreachable``.
 
-    ``pairs``: the receiver's pairs, if chunks must come from device to device.
+    ``pairs``: the receiver's pairs, if chunks must come from device to device; else None.
     """
 
     worker: int
@@ -58,14 +60,14 @@ class Source:
 
 
 class _Link:
-    """Connection to one holder, after its hello."""
+    """Connection to one holder, which has offered the state (its hello has arrived)."""
 
     def __init__(
         self, source: Source, awaited: Callable[[], None], opened: Callable[[int, socket.socket], None]
     ) -> None:
-        """``awaited``: called repeatedly until the holder offers the state; raises to give up.
+        """``awaited``: called repeatedly until the holder offers the state; raises to give up the wait.
 
-        ``opened``: called with the holder and the connection.
+        ``opened``: called with the holder's worker id and the new connection.
         """
         try:
             self._socket = source.connect()
@@ -97,11 +99,11 @@ class _Link:
 
     @property
     def ahead(self) -> int:
-        """Number of chunks that may be requested before the first of them has arrived."""
+        """Number of chunks that may be requested at a time, before the first of them has arrived."""
         return 1 if self._pair is not None else AHEAD
 
     def open_pair(self) -> None:
-        """Switch to transfers from device to device, if the source has ``pairs``.  Raises ``PeerLost``."""
+        """Switch to transfers from device to device if the source has ``pairs``; raise ``PeerLost`` if that fails."""
         pairs = self.source.pairs
         if pairs is None or self._pair is not None:
             return
@@ -112,7 +114,7 @@ class _Link:
         log.info(f"the state of worker {self.worker} is transferred from device to device")
 
     def ask(self, number: int) -> None:
-        """Request the chunk with this number; with a pair, ``chunk`` requests it when its receive is launched."""
+        """Request chunk ``number``; with a pair do nothing, since ``chunk`` requests it after launching the receive."""
         if self._pair is None or number < 0:
             self._send(state_holder.REQUEST.pack(number))
 
@@ -132,7 +134,7 @@ class _Link:
         return body.decode()
 
     def chunk(self, number: int, parts: Sequence[torch.Tensor]) -> None:
-        """Receive the oldest requested chunk."""
+        """Receive chunk ``number``, the oldest requested chunk, into ``parts``, and check it."""
         transport = self._transport if self._pair is None else self._pair
         self._check(number, transport.receive(parts, lambda: self._send(state_holder.REQUEST.pack(number))))
 
@@ -140,7 +142,7 @@ class _Link:
         trailer = bytearray(state_holder.TRAILER.size)
         self._fill(trailer)
         sent, check_sum, valid = state_holder.TRAILER.unpack(trailer)
-        if sent == number and not valid:  # its bytes may have changed after the checksum was computed
+        if sent == number and not valid:  # the holder's bytes may have changed after it computed the checksum
             raise PeerLost(f"worker {self.worker} has withdrawn that state")
         if (sent, check_sum) != (number, found):
             raise Disagreement(f"a chunk of a state from worker {self.worker} arrived damaged: its checksum differs")
@@ -154,12 +156,12 @@ class _Link:
     def close(self) -> None:
         if self._pair is not None:
             self._pair.close()
-            self._pair = None  # frees its memory even if the link is still referenced
+            self._pair = None  # frees the pair's memory even if the link is still referenced
         self._socket.close()
 
 
 class _Missing:
-    """Chunks that have not arrived, distributed among the receiving threads."""
+    """Chunks that have not arrived yet; the receiving threads take them from here."""
 
     def __init__(self, numbers: range) -> None:
         self.changed = threading.Condition()
@@ -169,7 +171,7 @@ class _Missing:
 
     @property
     def over(self) -> bool:
-        """True if nothing more must be requested."""
+        """True if no chunk must be requested any more: all have arrived, or the receipt was given up."""
         return self._given_up or self.complete
 
     @property
@@ -177,7 +179,7 @@ class _Missing:
         return self.arrived == self._wanted
 
     def take(self, *, wait: bool) -> int | None:
-        """Return a chunk to request; None if there is none (``wait``: if all have arrived)."""
+        """Return a chunk to request; None if there is none.  ``wait``: wait for a chunk until ``over``."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self._todo or self.over)
@@ -203,12 +205,13 @@ class _Missing:
 
 
 class Receiver:
-    """Receipt of one state.  Call ``fetch`` once.
+    """Receiver of one state.  The caller calls ``fetch`` once.
 
-    ``sources``: the holders; the first is tried first.  ``stay``: called repeatedly; raises to abort the receipt.
-    ``awaited``: likewise while a holder has sent nothing yet.  ``progress``: called as chunks arrive.
-    ``lost``: returns the holders that are known to be dead; polled.  The kernel closes the connections of a dead
-    process only when it has freed its memory, so this end closes them.
+    ``sources``: the holders; the first is tried first as leader.  ``stay``: called repeatedly; raises to abort the
+    receipt.  ``awaited``: called repeatedly while a holder has not offered the state yet; raises to give up this wait.
+    ``progress``: called when chunks have arrived.  ``lost``: polled; returns the holders that are known to be dead.
+    Their connections are closed here, since the kernel of a dead process closes them only when it has freed the
+    process's memory.
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class Receiver:
         self._place = place
         self._stay, self._awaited, self._progress, self._lost = stay, awaited, progress, lost
         self._sockets: list[tuple[int, socket.socket]] = []
-        """Open connections, each with its holder."""
+        """(holder, socket) of each connection that was opened."""
         self._lock = threading.Lock()
         self._given_up = False
         self._tensors: list[torch.Tensor] = []
@@ -234,22 +237,23 @@ class Receiver:
         self._errors: list[Exception] = []
         self._changed = threading.Condition()
         self._running = self._away = 0
-        """Number of threads, and number of threads that are connecting to a holder, by a connection or a pair."""
+        """Number of running threads, and number of these that are connecting to a holder, by a socket or a pair."""
         self._refused: set[int] = set()
         """Workers from which a damaged chunk arrived."""
         self._missing = _Missing(range(0))
 
     def fetch(self, shared: Shared) -> tuple[Any, int]:
-        """Return the tree, and the bytes of its tensors.  ``shared``: number of tensors that are equal in all holders.
+        """Receive the state; return its tree, and the size of its tensors in bytes.  ``shared``: see ``Shared``.
 
-        Raises what ``stay`` and ``awaited`` raise, ``PeerLost``, and ``Disagreement``.
+        Raises what ``stay`` and ``awaited`` raise; ``PeerLost`` if no holder is left; ``Disagreement`` if a holder sent
+        a damaged or invalid state.
         """
         led: list[tuple[Any, _Link, int]] = []
         try:
             self._run([lambda: led.append(self._lead(shared))], lambda: not self._running)
             if not led:
                 raise self._failure()
-            tree, link, common = led.pop()  # from now on the pulling thread owns it
+            tree, link, common = led.pop()  # from now on the pulling thread owns ``link``
             self._missing = _Missing(range(common))
             layout = link.layout
             works: list[Callable[[], None]] = [lambda: self._pull(link)]
@@ -265,10 +269,10 @@ class Receiver:
         return tree, sum(tensor.nbytes for tensor in self._tensors)
 
     def _further(self, leader: int) -> list[Source]:
-        """Return the holders for further connections, in turn."""
+        """Return a holder for each further connection; a holder may occur several times."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
-        if lead[0].pairs is not None:  # one pair saturates two devices, and takes memory of both
+        if lead[0].pairs is not None:  # no second pair to a holder: one pair saturates both devices, and takes memory
             return [*known[: STREAMS - 1], *(replace(source, pairs=None) for source in known[STREAMS - 1 :])]
         turns = [*known, *lead]
         return [turns[n % len(turns)] for n in range(max(STREAMS - 1, len(known)))]
@@ -288,7 +292,7 @@ class Receiver:
                     raise
 
     def _begin(self, link: _Link, shared: Shared) -> tuple[Any, _Link, int]:
-        """Receive the text, allocate all tensors, and receive the chunks that only the first holder can send."""
+        """Receive the text, allocate all tensors, and receive the chunks that are not shared by all holders."""
         tree, tensors = unflatten(link.text(), self._place)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a state can only be received into contiguous tensors")
@@ -318,12 +322,12 @@ class Receiver:
 
     def _pull(self, link: _Link) -> None:
         link = self._give_and_take(link, self._missing)
-        with suppress(PeerLost):  # it has sent everything that was requested
+        with suppress(PeerLost):  # no matter: the holder has sent all requested chunks
             link.ask(state_holder.DONE)
         link.close()
 
     def _give_and_take(self, link: _Link, missing: _Missing) -> _Link:
-        """Fetch from one holder until nothing is missing; return the link that was used last."""
+        """Fetch chunks from one holder until none is missing; return the link that was used last."""
         while not missing.over:
             try:
                 with self._on_the_way():
@@ -335,14 +339,14 @@ class Receiver:
                 if not isinstance(error, PeerLost) or link.source.pairs is None or missing.over:
                     raise
                 log.warning(f"worker {link.worker}'s state cannot be transferred from device to device: {error}")
-            by_hosts = replace(link.source, pairs=None)  # the error and its frames are freed, and so is the pair
-            with self._on_the_way():  # continues after the epoch's end: that holder has offered its state
+            by_hosts = replace(link.source, pairs=None)  # now the error with its frames is freed, and so is the pair
+            with self._on_the_way():  # also after the epoch's end, since this holder has offered its state
                 link = _Link(by_hosts, lambda: self._wanted(missing), self._opened)
         return link
 
     @contextmanager
     def _on_the_way(self) -> Iterator[None]:
-        """Mark this thread as connecting: it writes nothing, so a complete receiver need not wait for it."""
+        """Mark this thread as connecting: it writes no tensor, so when all chunks have arrived, no one waits for it."""
         with self._changed:
             self._away += 1
             self._changed.notify_all()
@@ -375,7 +379,7 @@ class Receiver:
     # ---- in the caller's thread
 
     def _run(self, works: Sequence[Callable[[], Any]], at_rest: Callable[[], bool]) -> None:
-        """Run ``works`` concurrently, calling ``stay`` meanwhile, until ``at_rest``."""
+        """Run ``works`` in threads until ``at_rest()`` is True, and call ``stay`` and ``progress`` meanwhile."""
         self._running = len(works)
         threads = [threading.Thread(target=self._one, args=(w,), name="receiving a state", daemon=True) for w in works]
         for thread in threads:
@@ -416,7 +420,7 @@ class Receiver:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _hang_up(self, holders: Collection[int]) -> None:
-        """Shut the connections to these holders, which ends every wait for their chunks."""
+        """Shut the connections to ``holders``, which ends all waits for chunks from them."""
         with self._lock:
             for holder, sock in self._sockets:
                 if holder in holders:
@@ -424,7 +428,7 @@ class Receiver:
                         sock.shutdown(socket.SHUT_RDWR)
 
     def _end(self) -> None:
-        """Make all threads end; afterwards nothing is written to any tensor."""
+        """Shut all connections and drop all requests, so that all receiving threads end."""
         with self._lock:
             self._given_up = True
             everybody = {holder for holder, _ in self._sockets}
@@ -432,7 +436,7 @@ class Receiver:
         self._missing.give_up()
 
     def _failure(self) -> Exception:
-        """Return the error that explains why the state was not received."""
+        """Return the error to raise if the state was not received: preferably one that is no ``PeerLost``."""
         for error in self._errors:
             if not isinstance(error, PeerLost):
                 return error

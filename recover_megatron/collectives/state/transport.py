@@ -1,11 +1,11 @@
-"""Transport of the bytes of a state from one worker's memory to another's; the only part that depends on the device.
+"""Transport of a state's bytes between the memory of two workers; only this part of a transfer depends on the device.
 
     holder     send(parts)     -> checksum of the sent bytes        parts: pieces of tensors, contiguous, uint8
     receiver   receive(parts)  -> checksum of the received bytes
 
 `holder` and `receiver` choose the pieces, compare the checksums and handle the loss of a holder; the transport only
-moves bytes.  ``SocketTransport`` uses the hosts' memory, `nccl.pairs` goes from device to device.  The checksums
-(``check_sum``, ``Digest``) detect accidental changes.
+transfers bytes.  ``SocketTransport`` sends through host memory, `nccl.pairs` from device to device.  The checksums
+(``check_sum``, ``Digest``) detect accidental changes, not deliberate ones.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.network.connection import is_path_error
 
 _SMALL = 64 << 10
-"""Bytes below which zlib is faster than a torch call."""
+"""Size in bytes below which zlib is faster than a torch call."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, flat; a view of its memory if it is contiguous."""
+    """Return the bytes of a tensor as a flat tensor: a view if the tensor is contiguous, else a copy."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 _ROW = 1 << 15
-"""Number of words with distinct factors; the factors stay in a processor's cache."""
+"""Number of words in a row, each with its own factor; so few that the factors stay in a processor's cache."""
 _ROWS = 32
-"""Rows per call: a device needs as much additional memory for it."""
+"""Number of rows per torch call, for which a GPU needs as much additional memory."""
 _STEP = 0x100000001B3
 _MASK = (1 << 64) - 1
 
 
 class Digest:
-    """Digest of 64 bits that depends on every bit of every tensor and on their order; equal on all kinds of device.
+    """Digest of 64 bits of a sequence of tensors: of every bit and of their order; equal on all kinds of device.
 
     The 64-bit words of a tensor, each multiplied by a distinct odd factor, are summed in rows modulo 2**64.  The sums
     of the rows, the length and the digest of the previous tensors form a polynomial in an odd number, so a change of
-    one bit always changes the digest.  It detects accidents, not deliberate manipulation.
+    one bit always changes the digest.  It detects accidental changes, not deliberate ones.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Digest:
 
     @property
     def value(self) -> int:
-        """Digest as a signed number, which fits in an int64 tensor."""
+        """Digest of the tensors added so far, as a signed number that fits in an int64 tensor."""
         return self._state - (1 << 64) if self._state >> 63 else self._state
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -82,10 +82,10 @@ class Digest:
 
 
 def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return for each row the sum of its words times the factors; overflow is intended."""
-    if rows.device.type == "cpu":  # four times as fast as mv
+    """Return for each row the sum of its words times ``factors``, modulo 2**64 by integer overflow."""
+    if rows.device.type == "cpu":  # four times as fast as torch.mv
         return torch.stack([torch.dot(row, factors) for row in rows])
-    return (rows * factors).sum(1)  # CUDA has no dot for them
+    return (rows * factors).sum(1)  # CUDA has no torch.dot for integers
 
 
 def _on_host(numbers: torch.Tensor) -> list[int]:
@@ -105,9 +105,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_sum(parts: Sequence[torch.Tensor]) -> int:
-    """Return an unsigned 64-bit checksum of pieces of bytes on the host; it depends on where the pieces are cut.
+    """Return an unsigned 64-bit checksum of ``parts`` (bytes on the host); it depends on where the parts are cut.
 
-    Three times as fast as CRC-32, the fastest function of zlib and hashlib.
+    It is three times as fast as CRC-32, the fastest function of zlib and hashlib.
     """
     found = 1
     for part in parts:
@@ -118,27 +118,27 @@ def check_sum(parts: Sequence[torch.Tensor]) -> int:
 
 _WORD = 64
 _MOST_PIECES = 512
-"""Buffers in one system call; the kernel's limit is 1,024."""
+"""Maximum number of buffers in one system call; the kernel's limit is 1,024."""
 
 
 class StateTransport(Protocol):
-    """Transport between two workers; one thread uses each end.
+    """Transport between two workers; at each end one thread uses it.
 
-    Both ends use the same sizes in the same order.  Both raise ``PeerLost``.  ``parts``: one-dimensional, contiguous,
-    uint8.
+    Both ends must send and receive parts of equal sizes in equal order.  Both methods raise ``PeerLost``.  ``parts``:
+    one-dimensional, contiguous, uint8.
     """
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
-        """Send ``parts``; return their checksum, 64 bits, unsigned."""
+        """Send ``parts``; return their unsigned 64-bit checksum."""
 
     def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
-        """Fill ``parts``; return their checksum.  ``ask``: requests them from the other end."""
+        """Fill ``parts``; return their checksum.  ``ask``: called, if necessary, to request them from the other end."""
 
 
 class SocketTransport:
-    """Transport over a connection, between the kernel and the tensors' memory; GPU tensors through pinned memory.
+    """Transport over a TCP connection, without copies for host tensors; GPU tensors go through pinned memory.
 
-    The peer proved that it knows the run's secret when the connection was opened.
+    When the connection was opened, the peer proved that it knows the run's secret.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -162,7 +162,7 @@ class SocketTransport:
         return found
 
     def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None] = lambda: None) -> int:
-        """Fill ``parts``; ``ask`` is not called, since the chunk was requested ahead."""
+        """Fill ``parts``; return their checksum.  ``ask`` is not called, since the chunk was requested earlier."""
         on_host = self._staged(parts)
         try:
             receive_into(self._socket, [memory_of(part) for part in on_host])
@@ -176,7 +176,7 @@ class SocketTransport:
         return found
 
     def _staged(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the parts themselves, or buffers in pinned memory if they are on a GPU."""
+        """Return ``parts`` if all are on the host, else pinned host buffers of equal sizes."""
         if all(part.device.type == "cpu" for part in parts):
             return parts
         total = sum(part.numel() for part in parts)
@@ -186,18 +186,18 @@ class SocketTransport:
 
 
 def _synchronize(parts: Sequence[torch.Tensor]) -> None:
-    """Wait for the copies of this thread's stream; then the pinned memory may be sent or overwritten."""
+    """Wait for the copies on this thread's streams; after that the pinned memory may be sent or overwritten."""
     for device in {part.device for part in parts if part.device.type == "cuda"}:
         drained(device, within())
 
 
 def memory_of(part: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host; valid as long as the tensor lives."""
+    """Return the memory of a contiguous host tensor as bytes; valid only as long as the tensor lives."""
     return memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
 
 
 def lost(error: OSError | None) -> PeerLost:
-    """Return a ``PeerLost`` for an ``error`` of a connection, or for its end (None)."""
+    """Return a ``PeerLost`` for the ``error`` of a connection; None: the peer closed the connection."""
     return PeerLost(str(error or "the peer closed the connection"), unreachable=is_path_error(error))
 
 
@@ -209,7 +209,7 @@ def _send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill all ``views``.  Raises OSError, ``ConnectionResetError`` if the connection ends first."""
+    """Fill all ``views`` from ``sock``.  Raises OSError; ``ConnectionResetError`` if the peer closes it first."""
     left = [view for view in views if len(view)]
     while left:
         received = sock.recvmsg_into(left[:_MOST_PIECES], 0, socket.MSG_WAITALL)[0]
@@ -219,7 +219,7 @@ def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """Return the rest of ``views`` behind the first ``count`` bytes."""
+    """Return ``views`` without their first ``count`` bytes."""
     left = iter(views)
     for view in left:
         if count < len(view):
@@ -229,9 +229,9 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def cut(sizes: Sequence[int], limit: int, most: int = 256) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut tensors of ``sizes`` bytes into chunks of at most ``limit`` bytes and ``most`` pieces, in order.
+    """Cut tensors of ``sizes`` bytes, in order, into chunks of at most ``limit`` bytes and ``most`` pieces.
 
-    A piece: (number of the tensor, first byte, end byte).
+    A piece is (number of the tensor, first byte, byte behind the last).
     """
     chunk: list[tuple[int, int, int]] = []
     room = limit

@@ -1,4 +1,4 @@
-"""Serialization of states, trees of plain values and tensors, to text and tensors, and back.
+"""Serialization of a state (a tree of plain values and tensors) to text and a list of tensors, and back.
 
 A tree consists of dictionaries (keys: strings and integers), lists, tuples, tensors, numbers, strings, booleans and
 None.  Nothing is pickled.
@@ -17,15 +17,15 @@ import torch
 from recover_megatron.errors import Disagreement
 
 Path = tuple[str | int, ...]
-"""Keys and indices that lead to a value of a tree."""
+"""Keys and indices from the root of a tree to a value in it."""
 Place = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
-"""Returns the tensor for this path of a tree: contiguous, with this shape and dtype."""
+"""Function of path, shape and dtype: returns the contiguous tensor into which this part of a tree is received."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def flatten(tree: Any) -> tuple[str, list[torch.Tensor]]:
-    """Return the tree as text, and its tensors in the order of their numbers.
+    """Return the tree as text, which contains numbers in place of the tensors, and the tensors by number.
 
     A tree consists of dictionaries (keys: strings and integers), lists, tuples (which become lists), tensors, numbers,
     strings, booleans and None.  Raises TypeError for anything else.
@@ -51,13 +51,13 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def unflatten(text: str, place: Place) -> tuple[Any, list[torch.Tensor]]:
-    """Return the tree of a text, with tensors from ``place``, and these tensors in order.  Raises Disagreement."""
+    """Return the tree of a ``flatten`` text, with tensors from ``place``, and the tensors.  Raises Disagreement."""
     tensors: list[torch.Tensor] = []
     return _built(json.loads(text), (), place, tensors), tensors
 
 
 def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) -> Any:
-    """Build a value.  Not a nested function: its reference cycle would keep the tensors alive."""
+    """Build the value at ``path``.  A nested function would be a reference cycle that keeps the tensors alive."""
     if isinstance(value, list):
         return [_built(item, (*path, at), place, tensors) for at, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -71,14 +71,14 @@ def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) ->
 
 
 MAPPED = 128 << 10
-"""Bytes from which on ``new_memory`` gives a tensor a separate mapping."""
+"""Size in bytes from which on ``new_memory`` gives a tensor its own memory mapping."""
 
 
 def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype, advice: int | None = None) -> torch.Tensor:
-    """Allocate a tensor on the host, for ``unflatten``.
+    """Allocate a tensor on the host; a ``Place`` for ``unflatten``.
 
-    The memory goes back to the system when the tensor is freed; the C library would keep most of it.
-    ``advice``: madvise for the memory of large tensors.
+    A large tensor gets a memory mapping, which the system gets back when the tensor is freed; malloc would keep most of
+    it.  ``advice``: argument of madvise for the mapping.
     """
     del path
     size = math.prod(shape) * dtype.itemsize
@@ -91,13 +91,13 @@ def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype, advice: int
 
 
 def in_place(used: Any, path: Path, shape: Sequence[int], dtype: torch.dtype, make: Place = new_memory) -> torch.Tensor:
-    """Return ``used`` if it is a contiguous tensor of this shape and dtype; otherwise a tensor from ``make``."""
+    """Return ``used`` if it is a contiguous tensor with this shape and dtype, else a new tensor from ``make``."""
     fits = isinstance(used, torch.Tensor) and (list(used.shape), used.dtype) == (list(shape), dtype)
     return used if fits and used.is_contiguous() else make(path, shape, dtype)
 
 
 def at(tree: Any, path: Path) -> Any:
-    """Return the value at ``path`` of a tree; None if there is none."""
+    """Return the value at ``path`` in ``tree``; None if the tree has no such path."""
     for key in path:
         try:
             tree = tree[key]

@@ -1,13 +1,13 @@
-"""Handshake of a member of a ring with both neighbours, which prove that they belong to the ring.
+"""Handshake of a ring's member with both neighbours: each proves that it knows the secret and belongs to the ring.
 
     connecting (sender)                                  accepting (receiver)
         |  <------------------ nonce A (16) ---------------- |
         |  -- nonce B (16), HMAC(secret, "send" A B ring) ->  |      wrong: closed; another candidate may try
         |  <------ HMAC(secret, "receive" A B ring) --------  |
 
-``ring`` contains the group, the epoch and both ranks, unique in the job.  So a connection of another epoch, another
-column or another rank is refused.  Lengths are fixed; nothing is parsed.  A silent connection blocks no other: all
-candidates are served concurrently until one is authenticated; each has ``PROOF_SECONDS``.
+``ring`` names the group, the epoch and both ranks, and is unique in the job.  So a connection of another epoch, column
+or rank is refused.  Lengths are fixed; nothing is parsed.  All incoming connections (*candidates*) are served
+concurrently until one is authenticated, so a silent candidate blocks no other; each has ``PROOF_SECONDS``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from recover_megatron.network.system import close_in_children, forget
 
 NONCE, MAC = 16, 32
 CONNECT_SECONDS = 5.0
-"""Time limit for a host to accept a connection; its kernel answers, whatever the process does."""
+"""Time limit in seconds for a host to accept a connection; its kernel accepts, whatever the process does."""
 PROOF_SECONDS = 5.0
 FULL_SECONDS = 0.25
-"""Pause before connections are accepted again when this process has no free descriptor."""
+"""Pause in seconds before connections are accepted again, if this process had no free descriptor."""
 MAX_CANDIDATES = 64
-"""Connections served at a time; the oldest is dropped for a newer one."""
+"""Maximum number of candidates served at a time; for one more, the oldest candidate is dropped."""
 
 
 class Refused(Exception):
@@ -46,7 +46,7 @@ def _mac(secret: bytes, role: str, nonces: bytes, ring: bytes) -> bytes:
 
 
 class _Conversation:
-    """Side of a handshake on a non-blocking socket; call ``step`` until it returns True."""
+    """Side of a handshake on a non-blocking socket; the caller calls ``step`` until it returns True."""
 
     def __init__(self, sock: socket.socket, secret: bytes, ring: bytes) -> None:
         self.sock = sock
@@ -57,7 +57,7 @@ class _Conversation:
         self._nonce = os.urandom(NONCE)
 
     def _receive(self, length: int) -> bool:
-        """Return whether ``length`` bytes have arrived."""
+        """Receive what is available; return whether all ``length`` bytes have arrived."""
         try:
             data = self.sock.recv(length - len(self._received))
         except BlockingIOError:
@@ -68,7 +68,7 @@ class _Conversation:
         return len(self._received) == length
 
     def _send(self, data: bytes) -> None:
-        if self.sock.send(data) != len(data):  # a fresh connection has room for 48 bytes
+        if self.sock.send(data) != len(data):  # does not happen: a new connection has room for 48 bytes
             raise Refused("the connection does not accept the handshake")
 
     def step(self) -> bool:
@@ -107,7 +107,7 @@ class _Connecting(_Conversation):
 
 
 class Handshake:
-    """Opens both connections of a member concurrently: out to the successor, in from the predecessor."""
+    """Opens both connections of a member concurrently: ``out`` to the successor, the other from the predecessor."""
 
     def __init__(self, listener: socket.socket, cancel_token: CancelToken, wake: int, secret: bytes) -> None:
         listener.setblocking(False)
@@ -171,7 +171,7 @@ class Handshake:
 
     @staticmethod
     def _give_up_on(outgoing: _Conversation | None, candidates: dict[int, _Conversation], deadline: float) -> None:
-        """Handle an expired time limit: of a candidate, of the connection to the successor, or of the handshake."""
+        """Drop candidates whose time is over; raise if the successor's host or the complete handshake took too long."""
         now = time.monotonic()
         for fd in [fd for fd, candidate in candidates.items() if now >= candidate.since + PROOF_SECONDS]:
             candidates.pop(fd).sock.close()
@@ -197,7 +197,7 @@ class Handshake:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # no free descriptor: drop all candidates, and wait for others to be freed
+        except OSError:  # no free descriptor: drop all candidates, and accept again after a pause
             while candidates:
                 candidates.popitem()[1].sock.close()
             self._closed_until = time.monotonic() + FULL_SECONDS
@@ -229,9 +229,9 @@ def _is_connected(sock: socket.socket) -> bool:
 
 
 def machine() -> str:
-    """Return a string that is equal on two processes if one may open the other's descriptors under /proc.
+    """Return a string that is equal in two processes if each may open the other's descriptors under /proc.
 
-    It names the boot and the namespaces; "-" if the system does not provide them.
+    It contains the boot id and the namespaces; it is "-" if the system does not provide them.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -241,11 +241,11 @@ def machine() -> str:
 
 
 class SharedMemory:
-    """Slots of ``size`` bytes, ``count`` in number, shared by two neighbours on one host.
+    """``count`` slots of ``size`` bytes in memory that two neighbours on one host share.
 
     The receiver creates the memory (anonymous, sealed against shrinking, freed with its last user) and the sender maps
-    it.  A free slot belongs to the sender.  The header that names it passes it to the receiver, a byte passes it back.
-    A sender that dies while it writes never sends the header, so half a segment is never seen.
+    it.  A free slot belongs to the sender.  A message header with the slot's number passes the slot to the receiver; a
+    byte passes it back.  A sender that dies while it writes never sends the header, so no partial segment is read.
     """
 
     def __init__(self, descriptor: int, count: int, size: int) -> None:
@@ -257,7 +257,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, count: int, size: int) -> SharedMemory | None:
-        """Create the memory; None if there is no memfd_create (``network.system``), or the file size is limited."""
+        """Create the memory; return None if memfd_create is missing (``network.system``) or file sizes are limited."""
         try:
             descriptor = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError):
@@ -272,7 +272,7 @@ class SharedMemory:
 
     @classmethod
     def open(cls, pid: int, descriptor: int, count: int, size: int) -> SharedMemory | None:
-        """Map the memory that process ``pid`` of this machine created; None if the system forbids it."""
+        """Map the memory ``descriptor`` of process ``pid`` on this host; return None if the system forbids it."""
         try:
             own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -287,7 +287,7 @@ class SharedMemory:
         return cls(own, count, size)
 
     def view(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``numel`` elements of a slot."""
+        """Return a view of the first ``numel`` elements of a slot, as ``dtype``."""
         key = slot, numel, dtype
         view = self._views.get(key)
         if view is None:
@@ -298,7 +298,7 @@ class SharedMemory:
         return view
 
     def close(self) -> None:
-        """Release the memory; it is freed with the last tensor that uses it."""
+        """Release the memory; the system frees it when no tensor uses it any more."""
         os.close(self.descriptor)
         self._views.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -308,13 +308,13 @@ _BACKLOG = 128
 
 
 class RingListener:
-    """Listening socket for the predecessor in a ring, and shared memory for one on the same host.
+    """Listening socket for the predecessor in a ring, with shared memory for a predecessor on the same host.
 
-    It can be created before the ring is known.  A worker that includes its address in the status with which it joins
-    an epoch needs no store: the plan delivers all addresses to all members.
+    It can be created before the ring is known.  If workers include ``address`` in the status with which they join an
+    epoch, the plan contains all addresses, and no key-value store is needed.
 
-    ``host``: address of this machine that the other members can reach.  ``slots``: number and bytes of the slots; if
-    None, or without shared memory, everything goes through the connections.
+    ``host``: address of this machine that the other members can reach.  ``slots``: number of the slots, and bytes of
+    each; if None, or if the system provides no shared memory, all data goes through the connections.
     """
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
@@ -322,11 +322,11 @@ class RingListener:
         self._slots = SharedMemory.make(*slots) if slots and machine() != "-" else None
         offer = f"{machine()}:{os.getpid()}:{self._slots.descriptor}" if self._slots else "-"
         self.address = f"{address} {offer}"
-        """Address for the predecessor: one line of text."""
+        """Address of the socket and of the shared memory, for the predecessor: one line of text."""
         close_in_children(self)
 
     def take_slots(self) -> SharedMemory | None:
-        """Return the shared memory; from now on the caller owns it."""
+        """Return the shared memory, if any; from now on the caller owns and closes it."""
         slots, self._slots = self._slots, None
         return slots
 
@@ -338,4 +338,4 @@ class RingListener:
             slots.close()
 
     close_in_child = close
-    """Close in a process forked from a worker (a data loader): it must not keep a dead worker's listener open."""
+    """Called in a process forked from a worker (a data loader), which must not keep a dead worker's listener open."""

@@ -1,13 +1,13 @@
-"""Interface between the ring and its transport.
+"""Interface of the transports that carry the messages of a ring.
 
 A transport connects one member to its two neighbours in one epoch: it sends to the successor and receives from the
-predecessor, each in order.  It is created for one epoch and cancelled with it; it is never reused.
+predecessor, both in order.  A transport is created for one epoch and cancelled with that epoch; it is never reused.
 
     open  --close()-->  closed
       '---abort(), from any thread-->  aborted --close()--> closed
 
 Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``; ``abort`` may come from
-any thread at any time.  On an asynchronous device the ring has a dedicated stream (``DeviceStream``).
+any thread at any time.  On an asynchronous device the ring uses a dedicated stream (``DeviceStream``).
 
 A column without Megatron sums a GPU's gradients through host memory (``StagedTransport``).
 """
@@ -28,11 +28,11 @@ from recover_megatron.collectives.epoch import CancelToken
 
 
 class Pending(Protocol):
-    """Message in flight; its tensor belongs to the transport until ``done``."""
+    """Message in flight; its tensor belongs to the transport until ``done`` is True."""
 
     @property
     def done(self) -> bool:
-        """True if the tensor may be used again (sent: reused; received: read)."""
+        """True when the message is complete: a sent tensor may be overwritten, a received tensor may be read."""
 
 
 class Arrival(Pending, Protocol):
@@ -40,16 +40,16 @@ class Arrival(Pending, Protocol):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Received tensor, once ``done``; the ring may write to it until ``release``."""
+        """Received data, once ``done`` is True; until ``release`` the ring may read and write it."""
 
 
 class Transport(Order, ABC):
-    """Messages to the successor and from the predecessor; see above."""
+    """Sends messages to the successor and receives messages from the predecessor; see the module's docstring."""
 
     @property
     @abstractmethod
     def scratch_peak(self) -> int:
-        """Peak memory of received segments, in bytes."""
+        """Peak size in bytes of the memory for received segments."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
@@ -57,53 +57,53 @@ class Transport(Order, ABC):
 
     @abstractmethod
     def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
-        """Begin to receive ``numel`` elements from the predecessor, into memory of the transport."""
+        """Begin to receive ``numel`` elements with ``tag`` from the predecessor, into memory of the transport."""
 
     @abstractmethod
     def release(self, arrival: Arrival) -> None:
-        """Release ``arrival.tensor``: nothing reads it any more."""
+        """Return the memory of ``arrival.tensor`` to the transport; the caller no longer uses it."""
 
     @abstractmethod
     def wait(self, pending: Pending) -> None:
         """Block until ``pending`` is done.
 
-        Raises ``PeerLost`` if a neighbour is dead (a transport may instead block), ``EpochRevoked`` after ``abort``,
-        ``CollectiveMismatch`` if the received message is not the expected one.
+        Raises ``EpochRevoked`` after ``abort``, and ``CollectiveMismatch`` if the received message is not the expected
+        message.  If a neighbour is dead, raises ``PeerLost`` or blocks until ``abort``, depending on the transport.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Wake a thread in ``wait``.  Once ``settle`` has returned after it, no more bytes are sent."""
+        """Make ``wait`` raise ``EpochRevoked``.  When ``settle`` returns after that, no more bytes are sent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources; afterwards the neighbours may exit, too."""
+        """Release all resources; after this the neighbours may exit without an error at this member."""
 
     def on_sent(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` from within ``wait`` whenever sends may have finished.
 
-        A transport with limited receive memory must do so: a sent partial sum releases its memory in the callback, and
-        otherwise the predecessor could not send the message that ``wait`` is waiting for.
+        A transport with limited receive memory must call it.  The callback releases the memory of partial sums that
+        were sent; without it the predecessor may have no memory for the message that ``wait`` is waiting for.
         """
 
     def settle(self) -> None:
-        """Block until this transport no longer reads, writes or sends a tensor; called after an error."""
+        """Block until this transport no longer reads, writes or sends any tensor; called after an error."""
         return None
 
 
 class Scratch:
-    """Pool of equal buffers; grows to the largest request, and records its peak."""
+    """Pool of buffers of equal size, the size of the largest request so far; it records its peak memory."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        """``pinned``: pinned host memory, which a GPU copies from and to directly."""
+        """``pinned``: use pinned host memory, which a GPU reads and writes directly."""
         self._device = device
         self._pinned = pinned
         self._size = 0
         self._free: list[torch.Tensor] = []
         self.bytes = 0
-        """Bytes allocated now."""
+        """Number of bytes that are allocated now, in use or free."""
         self.peak = 0
-        """Peak of the allocated bytes."""
+        """Maximum of ``bytes`` so far."""
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of ``numel`` elements with arbitrary content; return it with ``give``."""
@@ -118,7 +118,7 @@ class Scratch:
         return self._free.pop()[:needed].view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back a tensor from ``take``, when nothing reads or writes it any more."""
+        """Return a tensor of ``take`` to the pool, when nothing reads or writes it any more."""
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._size:  # allocated before the buffers grew
             self.bytes -= storage.nbytes()
@@ -132,7 +132,7 @@ class Scratch:
 
 @dataclass(eq=False)
 class _Sending:
-    """Message whose payload was copied to the host; the inner transport sends the copy."""
+    """Message being sent, whose payload was copied to the host; the inner transport sends the copy."""
 
     inner: Pending
     host: torch.Tensor
@@ -144,7 +144,7 @@ class _Sending:
 
 @dataclass(eq=False)
 class _Landing:
-    """Message being received; on the device once ``wait`` has returned."""
+    """Message being received; when ``wait`` has returned, its payload is on the device, in ``tensor``."""
 
     inner: Arrival
     numel: int
@@ -154,12 +154,12 @@ class _Landing:
 
 
 class StagedTransport(Transport):
-    """Transport of a device's tensors through host memory, in stream order.  ``inner`` transports CPU tensors.
+    """Transport for a device's tensors, which go through host memory; ``inner`` transports the CPU tensors.
 
         bucket (device) --copy--> host memory, pinned --inner transport--> host memory --copy--> scratch (device)
 
-    It is slower than NCCL by the cost of the copies; it fails and is aborted as the inner transport is.  On the CPU the
-    same copies run without a stream, so the tests of the ring cover this code, too.
+    It is slower than NCCL by the cost of the copies.  It fails and aborts exactly when the inner transport does.  With
+    the CPU as device the same copies run without a stream, so that tests without a GPU execute this code, too.
     """
 
     def __init__(self, inner: Transport, device: torch.device, cancel_token: CancelToken) -> None:
@@ -176,7 +176,7 @@ class StagedTransport(Transport):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         self._reap()
         host = self._host.take(tensor.numel(), tensor.dtype)
-        host.copy_(tensor)  # returns when the copy is complete: the current stream is the one of ``scope``
+        host.copy_(tensor)  # returns when the copy is complete; it runs on the stream of ``scope``
         sending = _Sending(self._inner.send(host, tag), host)
         self._sending.append(sending)
         return sending
@@ -190,7 +190,7 @@ class StagedTransport(Transport):
         if isinstance(pending, _Landing):
             pending.tensor = self._scratch.take(pending.numel, pending.dtype)
             pending.tensor.copy_(pending.inner.tensor)
-            self._order.finish()  # even from memory that is not pinned a copy may still be running
+            self._order.finish()  # the copy may still be running, even from memory that is not pinned
             self._inner.release(pending.inner)
             pending.done = True
 

@@ -1,19 +1,19 @@
 """Transport over two TCP connections: one to the successor, one from the predecessor.
 
-Single-threaded and driven by ``wait``: a wait for one message moves the other direction too, so a ring in which all
-members send before receiving does not deadlock.
+One thread drives it by calling ``wait``.  A wait for one message also transfers bytes of the other direction, so a ring
+in which all members send before receiving does not deadlock.
 
-    opposite to the data, one byte each:   slot number: free again   |   GOODBYE: closing in order, not a death
+    against the data, one byte each:   number of a slot that is free again   |   GOODBYE: it closes, this is no death
                   +---------------------------------------------------------------------------+
     member r      |<--------------------------------------------------------------------------|   member r + 1
                   |-- mode (1 byte), then messages: header (tag, slot, length) [ payload ] -->|
                   +---------------------------------------------------------------------------+
 
-    mode INLINE: the payload follows its header, without a copy between the tensor's memory and the kernel
+    mode INLINE: the payload follows the header, and goes between the tensor's memory and the kernel without a copy
     mode SHARED: the payload is in a slot of shared memory (neighbours on one host: ``SharedMemory``)
 
-The header is checked before a payload is used.  A neighbour's death closes its connections, which ``wait`` sees at
-once on either of them.
+The header is checked before a payload is used.  If a neighbour dies, the connection to it closes, and ``wait`` notices
+that at once, whichever neighbour it is waiting for.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _GOODBYE = 255
 _FROM_SUCCESSOR = select.POLLIN | select.POLLRDHUP
 _FROM_SUCCESSOR_OR_END = _FROM_SUCCESSOR | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _WORTH_WAKING = 128 << 10
-"""Bytes of a payload that may accumulate before a waiting thread is woken."""
+"""Number of payload bytes that may accumulate in the kernel before the waiting thread is woken."""
 IN_LINE = -1
-"""Slot number of a message whose payload follows the header."""
+"""Slot number in the header of a message whose payload follows the header."""
 _HEADER = struct.Struct("<IiQ")
 _NOTHING = torch.empty(0)
 
 
 class Message:
-    """Message in flight; ``parts``: the bytes that must still go through the connection."""
+    """Message in flight; ``parts``: memory that must still be sent or filled over the connection."""
 
     __slots__ = ("done", "dtype", "header", "numel", "own", "parts", "slot", "tag", "tensor")
 
@@ -69,13 +69,13 @@ class Message:
         return self.numel * self.dtype.itemsize
 
     def write_header(self, slot: int) -> None:
-        """Write the header: the payload is in the receiver's slot ``slot``, or follows (``IN_LINE``)."""
+        """Write the header for a payload in the receiver's slot ``slot``, or behind the header (``IN_LINE``)."""
         _HEADER.pack_into(self.header, 0, self.tag, slot, self.nbytes)
 
     def read_header(self) -> int:
-        """Return the slot in a received header.
+        """Return the slot number in the received header.
 
-        Raises ``CollectiveMismatch`` if it is not the header of the expected message.
+        Raises ``CollectiveMismatch`` if the header does not belong to the expected message.
         """
         tag, slot, length = _HEADER.unpack(self.header)
         if (tag, length) != (self.tag, self.nbytes):
@@ -97,7 +97,7 @@ class Message:
             parts[0] = parts[0][count:]
 
     def forget(self) -> None:
-        """Drop the tensor: nothing reads it any more."""
+        """Drop the reference to the tensor, which nothing reads any more."""
         self.tensor = _NOTHING
 
 
@@ -118,9 +118,9 @@ class TcpTransport(Transport):
     ) -> None:
         """Connect to both neighbours.  ``members``: worker ids by rank.
 
-        ``ring``: name of the ring, unique in the job (group, epoch).  ``host``, ``slots``: as for ``RingListener``;
-        ``slots`` must be the same on all members.  ``ring_listener``: created earlier with these; it is closed when
-        both neighbours are connected.  Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
+        ``ring``: name of the ring (group, epoch), unique in the job.  ``host``, ``slots``: as for ``RingListener``;
+        ``slots`` must be equal on all members.  ``ring_listener``: created earlier with this ``host`` and ``slots``;
+        it is closed when both neighbours are connected.  Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self._cancel_token = cancel_token
         self._sent: Callable[[], None] = lambda: None
@@ -176,7 +176,7 @@ class TcpTransport(Transport):
                     self._out.connect((address, int(port)))
                 except BlockingIOError:
                     raise
-                except OSError as error:  # the host is down or unreachable, and the kernel knows it at once
+                except OSError as error:  # the kernel knows already that the host is down or unreachable
                     raise self._lost("successor", error, connecting=True) from error
             meeting = Handshake(ring_listener.listener, self._cancel_token, self._wake, secret)
             try:
@@ -195,7 +195,7 @@ class TcpTransport(Transport):
             self._free = list(range(slots[0])) if self._remote else []
         try:
             self._out.send(_SHARED if self._remote else _INLINE)
-        except OSError as error:  # either end closed the connection: the epoch is over
+        except OSError as error:  # this member or the successor closed the connection: the epoch is over
             raise self._lost("successor", error) from error
 
     @property
@@ -229,7 +229,7 @@ class TcpTransport(Transport):
             self._scratch.give(arrival.own)
         else:
             assert self._in is not None
-            with contextlib.suppress(OSError):  # it is dead and needs no slot; the next receive reports it
+            with contextlib.suppress(OSError):  # the predecessor is dead and needs no slot; the next receive reports it
                 self._in.send(bytes((arrival.slot,)))
         arrival.forget()
 
@@ -246,7 +246,7 @@ class TcpTransport(Transport):
                 self._poll()
 
     def _push(self) -> bool:
-        """Send as much as the kernel accepts; return whether it accepted anything."""
+        """Send as many bytes as the kernel accepts; return whether it accepted any."""
         moved = False
         while self._sending:
             message = self._sending[0]
@@ -268,7 +268,7 @@ class TcpTransport(Transport):
         return moved
 
     def _place(self, message: Message) -> bool:
-        """Copy a payload to a slot of the successor; return False if no slot is free."""
+        """Copy the message's payload to a free slot of the successor; return False if no slot is free."""
         assert self._remote is not None
         if not self._free:
             self._read_successor()
@@ -280,7 +280,7 @@ class TcpTransport(Transport):
         return True
 
     def _pull(self) -> bool:
-        """Read the available bytes of the first expected message; return whether there were any."""
+        """Read the available bytes of the first expected message; return whether any bytes were available."""
         if not self._receiving:
             return False
         message = self._receiving[0]
@@ -318,7 +318,7 @@ class TcpTransport(Transport):
         return True
 
     def _check(self, message: Message) -> None:
-        """Check a complete header: it must belong to the expected message."""
+        """Raise ``CollectiveMismatch`` unless the complete header belongs to the expected message; take its slot."""
         slot = message.read_header()
         if self._mode == _SHARED:
             assert self._local is not None
@@ -331,7 +331,7 @@ class TcpTransport(Transport):
     def _poll(self) -> None:
         assert self._out is not None
         assert self._in is not None
-        full = self._remote is not None and not self._free  # then only a byte from the successor helps
+        full = self._remote is not None and not self._free  # then sending must wait for a byte from the successor
         watched = select.POLLOUT if self._sending and not full else 0
         if not self._successor_left:
             watched |= _FROM_SUCCESSOR
@@ -350,14 +350,14 @@ class TcpTransport(Transport):
                 self._read_successor()
 
     def _wake_for(self, count: int) -> None:
-        """Make the kernel wake this thread only when ``count`` bytes have accumulated."""
+        """Make the kernel wake this thread only when ``count`` bytes of the predecessor have accumulated."""
         assert self._in is not None
         if count != self._low_water:
             self._in.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._low_water = count
 
     def _read_successor(self) -> None:
-        """Read bytes of the successor: slots that are free again, or GOODBYE; raise if it is lost."""
+        """Read the successor's bytes (slots that are free again, or GOODBYE); raise ``PeerLost`` if it is lost."""
         if self._successor_left:
             raise self._lost("successor", None)
         assert self._out is not None
@@ -405,13 +405,13 @@ class TcpTransport(Transport):
 
     def close(self) -> None:
         if self._in is not None and not self._cancel_token.cancelled:
-            with contextlib.suppress(OSError):  # the predecessor left first
+            with contextlib.suppress(OSError):  # the predecessor has closed the connection already
                 self._in.send(bytes((_GOODBYE,)))
         with self._descriptors:
             self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close everything without a message to the neighbours.
+        """Close sockets and shared memory without a message to the neighbours.
 
         A process forked from a worker must not keep the worker's connections open after the worker's death.
         """
