@@ -31,10 +31,10 @@ Wrapper = Callable[[Function], Function]
 
 
 def misfit(owner: Any, name: str, parameters: Sequence[str], *, named: Sequence[str] = ()) -> str | None:
-    """Return why ``owner.name`` does not have the expected signature, as text; None if it has.
+    """Return why ``owner.name`` does not have the expected signature, as text; None if the signature fits.
 
-    ``parameters``: the names with which its parameters must begin, in order; ``named``: further parameters that it must
-    have, anywhere.  A later version may have more.
+    ``parameters``: the names with which its parameter list must begin, in order; ``named``: further parameters that the
+    list must contain at any place.  More parameters, as a later version may have, are no misfit.
     """
     where = f"{getattr(owner, '__name__', owner)}.{name}"
     original = getattr(owner, name, None)
@@ -44,7 +44,7 @@ def misfit(owner: Any, name: str, parameters: Sequence[str], *, named: Sequence[
 
 
 def unlike(where: str, found: Sequence[str], parameters: Sequence[str], named: Sequence[str]) -> str | None:
-    """Return the same for the function ``where`` with the parameters ``found``."""
+    """Return why a function with the parameters ``found`` does not fit, as ``misfit`` does; ``where``: its name."""
     if tuple(found[: len(parameters)]) != tuple(parameters):
         return f"{where} takes ({', '.join(found)}), expected ({', '.join(parameters)}, ...)"
     if missing := [one for one in named if one not in found]:
@@ -55,8 +55,8 @@ def unlike(where: str, found: Sequence[str], parameters: Sequence[str], named: S
 def wrap(owner: Any, name: str, parameters: Sequence[str], wrapper: Wrapper, supported: str) -> Function:
     """Replace ``owner.name`` by ``wrapper(owner.name)`` and return the original.
 
-    Raises UserError, with ``supported`` (the supported versions), if the signature is not the expected one: a hook on a
-    function that changed its meaning would break the invariant silently.
+    Raises UserError, with ``supported`` (the supported versions), if the signature is not the expected one: then the
+    meaning of the function may have changed, and a hook on it would break the invariant silently.
     """
     if reason := misfit(owner, name, parameters):
         raise UserError(f"--recover: {reason} ({supported})")
@@ -70,22 +70,22 @@ class Seam:
     """Function of a loop that fills a role."""
 
     module: str
-    """Module in which the loop looks it up: the caller's module if it was imported by name."""
+    """Module in which the loop looks the function up: the caller's module if that imports the function by name."""
     name: str
-    """Name in the module; of a method ``Class.method``."""
+    """Name of the function in the module; ``Class.method`` for a method."""
     parameters: tuple[str, ...] = ()
-    """Names with which its parameters must begin."""
+    """Names with which the function's parameter list must begin."""
     named: tuple[str, ...] = ()
-    """Further parameters that it must have, anywhere."""
+    """Further parameters that the function must have, at any place."""
     adapt: Callable[[Wrapper], Wrapper] | None = None
     """Turns a wrapper of the role into a wrapper of this function, if its arguments differ from the role's."""
     optional: bool = False
-    """True if a version may lack it, or the class of a method: then nothing is wrapped."""
+    """True if some supported versions lack the function, or its class; nothing is wrapped in such a version."""
     formerly: str = ""
-    """Class of a method in older versions."""
+    """Name of the method's class in older versions; empty if it is unchanged."""
 
     def owner(self) -> Any:
-        """Return the module, imported, or the class in it; None if it does not exist."""
+        """Import the module. Return it, or for a method the class; None if the module or the class does not exist."""
         try:
             found = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -106,11 +106,11 @@ class Seam:
 
     @property
     def present(self) -> bool:
-        """True if the function exists, or the class that must have it."""
+        """True if the function exists; for a method, true if its class exists."""
         return (owner := self.owner()) is not None and bool(self._class or getattr(owner, self.name, None))
 
     def misfit(self) -> str | None:
-        """Return why it does not fit, as text; None if it fits."""
+        """Return why the function does not fit, as text; None if it fits, or is optional and does not exist."""
         if (owner := self.owner()) is None:
             what = f"{self.module}.{self._class}" if self._class else f"module {self.module}"
             return None if self.optional else f"{what} does not exist"
@@ -134,9 +134,9 @@ class Role:
     parameters: tuple[str, ...]
     """The first parameters of the wrapper."""
     when: str
-    """Time at which the loop calls it, and its required result, if any."""
+    """When the loop calls the function, and the result that the function must return, if any."""
     required: bool = True
-    """True if a loop without it is refused."""
+    """True if a loop without this role is refused."""
 
 
 ROLES = (
@@ -212,12 +212,12 @@ ROLES = (
 
 
 INTERFACE = 1
-"""The version of ``ROLES``, ``Services`` and their contracts.  It increases when a loop that fits would not fit any
-more; a role or service that a loop may omit does not increase it."""
+"""The version of ``ROLES``, ``Services`` and their contracts.  It increases when a loop that fitted no longer
+fits; a new role or service that a loop may omit does not increase it."""
 
 
 class Services(Protocol):
-    """Services of a loop to the recovery, in addition to its seams.  Called by the main thread of a worker.
+    """Functions that a loop offers to the recovery, in addition to its seams.  A worker's main thread calls them.
 
     Recovery reads the settings of the run by the names of Megatron's flags, from ``megatron.training.get_args()``.  A
     loop without such a namespace sets a view of its own settings there, as ``megatron_hooks.loop.bridge`` does.
@@ -227,13 +227,13 @@ class Services(Protocol):
     """
 
     def operations(self, samples: int) -> float:
-        """Return the floating-point operations of ``samples`` samples of the run's length: forward and backward."""
+        """Return the number of floating-point operations, forward and backward, of ``samples`` full-length samples."""
 
     def finish_saves(self) -> None:
-        """Complete the pending checkpoints and wait for them, with workers of all replicas, which call it, too."""
+        """Complete the pending checkpoints and wait for them; the workers of all replicas call this together."""
 
     def forget(self) -> None:
-        """Drop the loop's global state: the model will be built again, for another position."""
+        """Drop the loop's global state, because the model will be built again, for another position."""
 
 
 @dataclass(frozen=True)
@@ -246,10 +246,10 @@ class Loop:
     seams: Mapping[str, Sequence[Seam]]
     services: Services
     interface: int = INTERFACE
-    """Version of the interface for which it was written."""
+    """Version of the interface for which the loop was written."""
 
     def misfits(self) -> list[str]:
-        """Return everything that does not fit, as text; empty: all seams have the expected signatures."""
+        """Return all reasons why this loop does not fit, as texts; empty if all seams have the expected signatures."""
         if self.interface != INTERFACE:
             return [f"it needs version {self.interface} of recover_megatron.integrate, this is version {INTERFACE}"]
         known = {role.name for role in ROLES}
@@ -260,7 +260,7 @@ class Loop:
         return found + [reason for seams in self.seams.values() for seam in seams if (reason := seam.misfit())]
 
     def refusals(self) -> list[str]:
-        """Return ``misfits`` as messages for the user."""
+        """Return the texts of ``misfits`` as messages for the user."""
         return [f"--recover: {self.name}: {reason} ({self.supported})" for reason in self.misfits()]
 
     def check(self) -> None:

@@ -1,19 +1,19 @@
 """Admission of members to a coordinator: first messages, the takeover of a run, and added candidates.
 
-``Admission``: checks the first message of a session, takes in its presentation, and sends the first answer.
+``Admission``: checks the first message of a session, records its presentation, and sends the first answer.
 
 attach, attach_node_agent ---> barred: fenced, or refused
               |
               v
-bound, its presentation taken in ---> standby              (this candidate does not lead)
-                                 |--> lead                 (it leads, and waits for others)
+bound, presentation recorded -------> standby              (this candidate does not lead)
+                                 |--> lead                 (it leads, and waits for more members)
                                  |--> revoke               (a rendezvous is open; a worker set aside: the last one)
-                                 '--> nothing, to a worker (its attach opened the next one); revoke, plan to a launcher
+                                 '--> nothing, to a worker (its attach opens a rendezvous); revoke, plan to a launcher
 
 ``TakeOver``: before a coordinator's first rendezvous, decides whether it takes over and which workers it waits for.
 
     leads --> at the start of a run: nothing to wait for
-        '---> in place of a lost coordinator: gathered, once all workers that the run counts on attached, or are late
+        '---> in place of a lost coordinator: gathered, once all workers that the run counts on are attached or evicted
 
 ``AddedCandidates``: candidates that joined a run after its launch. The leading candidate keeps and sends their list.
 
@@ -42,7 +42,7 @@ from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Ro
 
 @dataclass(eq=False)
 class Admission:
-    """Handler of the first message of a session, a checked ``attach`` or ``attach_node_agent``."""
+    """Handler of the first message of a session, a checked ``attach`` or ``attach_node_agent`` message."""
 
     _roster: Roster
     _leadership: Leadership
@@ -52,7 +52,7 @@ class Admission:
     _out: Outbox
 
     def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """Attach a worker: for the first time, after a lost connection, or from another coordinator."""
+        """Attach a worker that is new, has lost its connection, or comes from another coordinator; or refuse it."""
         number, newcomer = message["worker"], message.get("newcomer", False)
         if newcomer:
             self._roster.meet([number])
@@ -129,12 +129,12 @@ class Admission:
             return f"worker id {worker.number} belongs to the launch, and a newcomer needs a new id"
         apart = new or worker.back or worker.fate is Fate.ASIDE
         if self._epochs.own and not apart and worker.number not in self._epochs.formed.members:
-            worker.fate = Fate.OUT  # its plan is of an epoch that this coordinator's epochs have superseded
+            worker.fate = Fate.OUT  # this coordinator's epochs have superseded the epoch of the worker's plan
             return f"worker {worker.number} is marked {worker.fate.value}"
         return ""
 
     def _present(self, session: int, message: Mapping[str, Any]) -> None:
-        """Take in a presentation; it may change the last known epoch until this coordinator has formed one."""
+        """Record a presentation. It may change the last known epoch, until this coordinator has formed an epoch."""
         presentation = presentation_from_wire(message)
         news = self._leadership.presented(presentation)
         self._roster.meet(presentation.mentioned)
@@ -149,7 +149,7 @@ class Admission:
             self._out.send([session], self._leadership.lead_message)
 
     def _tell_of_rendezvous(self, session: int) -> None:
-        """Send the open rendezvous to a launcher, or to a worker that has to join it."""
+        """Send the open rendezvous to a launcher, to a worker that must join it, or to a worker set aside."""
         peer = self._roster.sessions[session]
         apart = isinstance(peer, Member) and self._rendezvous.is_apart(peer)
         revoke = self._rendezvous.revoke_message("attached", apart=apart)
@@ -181,11 +181,11 @@ class TakeOver:
         return True
 
     def gathered(self, now: float) -> bool:
-        """Return whether all workers that the run counts on have presented their state. Evict late ones.
+        """Evict late workers. Return whether all other workers that the run counts on have presented their state.
 
         One worker may have received a commit that the lost coordinator sent to no other worker. The other workers of
-        its replica must receive that commit while they wait for it; otherwise it continues alone into operations that
-        need them.
+        its replica must receive that commit while they wait for it; otherwise that worker continues without them into
+        operations that need them.
         """
         self._epochs.adopt(self._leadership.evidence)
         missing = self._leadership.not_come
@@ -201,10 +201,10 @@ class TakeOver:
             self.connection_ended(worker, f"silent for {now - worker.heard:.1f} s", now)
 
     def connection_ended(self, worker: Member, reason: str, now: float) -> None:
-        """Unbind or evict a worker that may still run and is not reached.
+        """Unbind or evict a worker that cannot be reached but may still run.
 
-        Before this candidate has a term the worker may attach again. So may a worker on which the run does not count:
-        what happens to it is decided when all others have attached.
+        An unbound worker may attach again. A worker is unbound while this candidate has no term. A worker on which the
+        run does not count is also unbound: its fate is decided when all workers that the run counts on have attached.
         """
         if self._leadership.term == 0 or worker.number not in self._leadership.evidence.target:
             self._roster.unbind(worker)
@@ -218,8 +218,8 @@ Address = tuple[str, int]
 class AddedCandidates:
     """List of the candidates that joined, kept by one coordinator.
 
-    ``lease``, ``slack``: shared by all candidates of the run (``leadership.standing``) and sent to launchers; None: no
-    lease.
+    ``lease``, ``slack``: path and slack of the lease (``leadership.standing``), which all candidates of the run share;
+    sent to launchers. None: no lease.
     """
 
     def __init__(self, roster: Roster, out: Outbox, lease: str | None, slack: int | None, witnessed: bool) -> None:
@@ -229,7 +229,7 @@ class AddedCandidates:
         self._shared: dict[str, Any] = {} if lease is None else {"lease": lease, "slack": slack or 0}
         self._shared |= {"witnessed": True} if witnessed else {}
         self._by_node: dict[str, tuple[NodeAgentStatus, Address]] = {}
-        """Node name -> launcher that joined and address of its candidate, in the order of arrival."""
+        """Node name -> the launcher that joined, and the address of its candidate, in the order of arrival."""
         self._leads = False
         self._listed: list[Address] = []
 
@@ -251,14 +251,14 @@ class AddedCandidates:
             self.lead()
 
     def lead(self) -> None:
-        """Lead from now on: send the list to all members, and to launchers also the settings that a candidate needs."""
+        """Send the list to all members, now and at each change; launchers also get a candidate's settings."""
         self._leads = True
         self._listed = self._list
         for session in list(self._roster.sessions):
             self.greet(session)
 
     def greet(self, session: int) -> None:
-        """Send the candidate list to an accepted peer if this candidate leads."""
+        """Send the candidate list to the member of ``session`` if that member was accepted and this candidate leads."""
         peer = self._roster.sessions.get(session)
         if self._leads and peer is not None:
             more = self._shared if isinstance(peer, NodeAgentStatus) else {}

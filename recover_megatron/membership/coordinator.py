@@ -1,7 +1,7 @@
 """Coordinator as a state machine without I/O: ``handle(event, now) -> effects``.
 
-This module reads from top to bottom: from the end of a worker's session to the next plan. Each step asks one part for
-what it needs, and no part knows this module: ``roster`` (known members), ``lateness`` (late workers), ``leadership``
+This module reads from top to bottom: from the end of a worker's session to the next plan. Each step calls one of these
+parts, and no part knows this module: ``roster`` (known members), ``lateness`` (late workers), ``leadership``
 (which side may continue), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (attaching members, and
 whether this candidate leads), ``view`` (observers), ``ending`` (whether any worker can continue, and stop messages).
 Only this module changes the state:
@@ -14,22 +14,22 @@ Only this module changes the state:
       '-- a fresh candidate                                '---------------------> STOPPED
                                                         no quorum, no plan possible
 
-STANDBY     Passive: at the start, and as a standby candidate. Members attach and present which term and epoch they
-            follow and what they hold (``Presentation``). When the attached members may take over (``leadership``), the
-            candidate leads under a new term.
+STANDBY     Passive: at the start, and as a standby candidate. Members attach and present the term and epoch that
+            they follow and the state that they hold (``Presentation``). When the attached members may take
+            over (``leadership``), the candidate leads under a new term.
 GATHERING   Announces the new term (``lead``) and waits for the other members that may be running: all must present
-            what they hold before any of them learns that the epoch is over. Skipped at the start of a run.
+            their state before any of them learns that the epoch is over. Skipped at the start of a run.
 RENDEZVOUS  ``revoke(n)`` was pushed; waits for ``join(n, status)`` of every worker that the run counts on. A change
-            of membership, also a newcomer, opens n+1. If a left-out worker may still be running somewhere
+            of membership, such as a newcomer, opens n+1. If a left-out worker may still be running somewhere
             (*contested*), the plan also waits for the quorum and for acknowledgements from the members' node agents.
 STEADY      The plan of epoch n was pushed. ``done(n, t)`` of all members commits iteration t. A worker that has sent
             ``idle(n)`` has no part in epoch n: commits and hang detection ignore it.
-STOPPED     The run is over or may not continue here; the reason was sent to all members.
+STOPPED     The run is over, or may not continue on this side; the reason was sent to all members.
 
 Members abandon a coordinator that does not run (``abandon``). They stay alive, and return or follow another candidate.
-A coordinator with less than its quorum left therefore *steps down*: it sends the remaining members away to look for
-another coordinator, forgets all state (``StepDown``), and becomes a fresh candidate. It counts its own pauses against
-no member.
+A coordinator with less than its quorum left therefore *steps down*: it sends the remaining members away to find
+another coordinator, and a fresh candidate without state replaces it (``StepDown``). A pause of the coordinator's
+process counts against no member.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ from recover_megatron.membership.witness import Witness
 class Coordinator:
     """Candidate coordinator. Pass it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
 
-    ``salt``: 32 random bits, the part of the term that makes it unlike any other coordinator's. ``slack``: by how many
-    workers two halves may differ for the lease (effect ``AskForLease``) to decide between them
+    ``salt``: 32 random bits that make a term unlike the terms of any other coordinator. ``slack``: the lease (effect
+    ``AskForLease``) decides between two halves of the run that differ by at most this number of workers
     (``leadership.standing``); None: no lease. ``lease``: its path, for candidates that join. Times are seconds of a
-    monotonic clock. ``nodes``: see ``Witness``; needs a lease.
+    monotonic clock. ``nodes``: see ``Witness``; requires a lease.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Coordinator:
         return Coordinator(self.roster.world, self.settings, salt, self._planner, slack, now, lease, nodes)
 
     def view(self, now: float) -> dict[str, Any]:
-        """Return the view that observers receive. Changes nothing."""
+        """Return the view that observers receive. Change nothing."""
         return self._observing.view(self.state, now)
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
@@ -175,7 +175,7 @@ class Coordinator:
         peer = self.roster.forget(session)
         if peer is None:
             return
-        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # own pauses are not subtracted
+        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # this process's pauses included
         if isinstance(peer, NodeAgentStatus):
             peer.ended = ended
             self._out.log("witness_gone", node=peer.node, reason=reason)
@@ -195,7 +195,7 @@ class Coordinator:
             self.lateness.evict(self._awaited, now)
 
     def _acknowledged(self, session: int, silence: float, delivered: bool, now: float) -> None:
-        """Handle the kernel's answer to a ``Probe``."""
+        """Handle the kernel's answer to a ``Probe``: a host that acknowledged nothing for too long is not reached."""
         worker = self.roster.sessions.get(session)
         if isinstance(worker, NodeAgentStatus):
             if silence > self.settings.heartbeat_timeout:
@@ -218,7 +218,7 @@ class Coordinator:
 
     @property
     def _awaited(self) -> Workers:
-        """Workers that the run waits for now. Waiting until all have received the revoke makes no member late."""
+        """Workers that the run waits for now. A member that waits until all have received the revoke is not late."""
         if self.state is State.STEADY:
             return self.epochs.working
         hearing = self.rendezvous.hearing
@@ -267,7 +267,7 @@ class Coordinator:
         self.roster.was_abandoned = False
         if self.state is State.GATHERING:
             self._gather(now)
-        for _ in range(len(self.roster.workers) + 1):  # each round except the last evicts a worker
+        for _ in range(len(self.roster.workers) + 1):  # each round except the last one evicts a worker
             if self.roster.changes and self.state in (State.RENDEZVOUS, State.STEADY):
                 self._open(now)
             if self.state is State.RENDEZVOUS and (self._due or self.rendezvous.all_joined or hearing.due):
@@ -380,7 +380,7 @@ class Coordinator:
                 self.rendezvous.join(worker, message, now)
             case "heard" if message["term"] == self.leadership.term:
                 self.rendezvous.hearing.heard(worker, message["epoch"])
-                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # the others had before it reconnected
+                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # it missed that message
                     self._out.send([session], {"type": "all_heard", **{k: message[k] for k in ("epoch", "term")}})
             case "done" if of_this_epoch:
                 epochs.done(worker, message["iteration"], now)
@@ -416,7 +416,7 @@ class Coordinator:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _step_down(self, reason: str) -> None:
-        """Stop leading: send the remaining followers away to look for another coordinator."""
+        """Stop leading: send the remaining followers away, so that they find another coordinator."""
         self._out.log("step_down", reason=reason)
         for session in [*self.roster.sessions, *self._observing.sessions]:
             self._out.send([session], {"type": "refused", "reason": reason})

@@ -1,34 +1,35 @@
 """Detection of hung and late workers by their progress marks, and the decision to evict them or to wait.
 
-A worker is *waiting* while its mark says so, after it has reported its step done, or after it has joined a rendezvous.
+A worker is *waiting* while its mark says so, from its report of a finished step, or from its join of a rendezvous.
 A worker is *hung*, and holds up the run, if it does not wait and has made no new mark for ``hang_timeout`` (plus the
 time that its mark allows) while another worker has been waiting just as long. If all workers wait for each other and
-none has made a mark for that long, no single worker is to blame: the epoch is *stuck*. All workers then meet again. If
-the next epoch is stuck, too, the workers are evicted that for the second time wait in an operation other than the one
-of most replicas (``apart``).
+none has made a mark for that long, no single worker is to blame: the epoch is *stuck*. All workers then join a new
+rendezvous. If the next epoch is stuck, too, the workers that wait for the second time in another operation than most
+replicas do (``apart``) are evicted.
 
-In a rendezvous, workers that have not joined may wait in an operation that the others never reach, so all wait for each
-other. If these are at most half of the workers, the time that the mark of such a wait allows does not count.
+In a rendezvous, workers that have not joined may wait in an operation that the joined workers never reach, so all wait
+for each other. If at most half of the workers have not joined, the time that their marks allow does not count.
 
 If workers are stopped in every replica, the other workers of their replicas never reach the point where they would
-report a wait. So when no worker at all has made a mark for that long, the workers without any sign of life are hung.
+report a wait. So if no worker has made a mark for that long, the workers without any message for that long are hung.
 
 The time that a mark allows (a checkpoint, compilation) counts only while the worker sends heartbeats. Its session has a
 separate thread, which runs while the main thread writes or compiles, and falls silent when the process is stopped.
 
 A stall that many replicas share (``Stall``):
 
-    none late --> CALM --late, but no stall--> evicted, at once
+    none late --> CALM --late, but no stall--> evicted at once
                    |  ^
-    more than half |  | some are back, and it is no stall any more: workers still late get their full time again
+    more than half |  | some have returned, so the stall is over: workers still late get their full time again
                    v  |
                  STALLED --stall timeout--> all late workers are evicted
 
 If the eviction would cost *more than half* of the replicas, and more than one, a shared resource has stopped: a disk, a
-switch, the machine under their hosts. It will return, and the workers with it, so the run waits.
+switch, the machine under their hosts. The workers continue when that resource returns, so the run waits.
 
 The workers do not become late at the same moment. So workers that have used up half of their time, or were evicted
-within the last hang timeout, count in addition to the late ones. If only these make it a stall, it is not reported yet.
+within the last hang timeout, count in addition to the late workers. A stall that exists only by this addition is not
+reported yet.
 """
 
 from __future__ import annotations
@@ -43,41 +44,42 @@ from typing import Any
 from recover_megatron.membership.records import Settings, WorkerId, Workers
 
 STEP_PHASES = ("data", "forward", "reduce-scatter", "agree", "optimizer")
-"""Phases in which a worker computes a training step, sums its gradients, or applies them. A worker that stops in the
-next step before its next heartbeat was last heard in the optimizer."""
+"""Phases in which a worker computes a training step, sums its gradients, or applies them. The optimizer is
+among them because a worker that stops early in a step may have sent its last heartbeat in the step before."""
 STORAGE_PHASES = ("data", "eval-data", "checkpoint", "rollback")
-"""Phases in which a worker without a new mark waits for storage; such a wait is reported like any stall."""
+"""Phases in which a worker without a new mark waits for storage. The wait is reported, as a stall is."""
 
 
 @dataclass
 class WorkerProgress:
-    """Progress of one worker, as far as it is known. Times by the coordinator's clock."""
+    """Last reported progress of one worker. Times are seconds of the coordinator's monotonic clock."""
 
     worker: WorkerId
     count: int = -1
-    """Number that the worker gave its last mark."""
+    """Number of the worker's last mark; -1: none."""
     marked: float = 0.0
-    """Time of the last change of that number."""
+    """Time of the last change of ``count``."""
     waiting_since: float | None = None
     waits: bool = False
-    """True if the last mark since the last plan and the last commit says that the worker waits."""
+    """True if the last mark says that the worker waits; a plan and a commit reset it to False."""
     allow: float = 0.0
     heard: float | None = None
-    """Time of the last message of the worker; None: not known."""
+    """Time of the worker's last message; None: unknown."""
     iteration: int = 0
     phase: str = ""
     microbatch: int | None = None
     place: list[int] | None = None
     """Replica, position and quota, as the worker reports them."""
     goes_back: bool = False
-    """True if, as far as the worker knows, state that no worker holds could be loaded from elsewhere."""
+    """True if the worker knows of a snapshot or checkpoint to load if no worker holds some state any more."""
     loss: list[Any] | None = None
-    """The last finished step and its loss (None: not a finite number), as a worker of the library reports them."""
+    """The last finished step and its loss (None: the loss is not finite), as a worker of the library reports them."""
 
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
-        """Take in a checked message ``heartbeat``.
+        """Record a checked message ``heartbeat``.
 
-        ``may_wait``: whether its marks show if it waits; False once it has reported its step or joined a rendezvous.
+        ``may_wait``: True if the worker's marks decide whether it is waiting; False after it has reported its step or
+        joined a rendezvous, because it is waiting then in any case.
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")
@@ -94,7 +96,7 @@ class WorkerProgress:
             self.waiting_since = now
 
     def excuse(self, pause: float, now: float) -> None:
-        """Exclude a pause in which the coordinator did not run, and may have missed progress."""
+        """Exclude a pause, in seconds, in which the coordinator did not run and may have missed progress."""
         self.marked = min(now, self.marked + pause)
         if self.waiting_since is not None:
             self.waiting_since = min(now, self.waiting_since + pause)
@@ -104,17 +106,16 @@ class WorkerProgress:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Hung workers, or ``stuck``: all wait for each other."""
+    """Result of ``judge``: the hung workers, or ``stuck`` if all workers wait for each other."""
 
     hung: list[WorkerId] = field(default_factory=list)
     stuck: bool = False
     slow: list[WorkerId] = field(default_factory=list)
-    """Workers that would be hung if they had not reported that they wait for storage; or all workers, if none waits for
-    another."""
+    """Workers that have made no mark for the hang timeout but wait for storage. They are not hung."""
 
 
 def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fresh: float = -math.inf) -> Judgement:
-    """Judge the workers of one epoch or of one rendezvous. Inactivity before ``fresh`` counts against no worker."""
+    """Judge the workers of one epoch or of one rendezvous. Inactivity before ``fresh`` counts against none."""
     progress = list(group)
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
     if not waiting:
@@ -131,7 +132,7 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     first = max(min(waiting), fresh)
     judgement = Judgement()
     blamed = [p for p in progress if p.waiting_since is None]
-    # If most have not come, they may wait in a usual operation: the time that their marks allow counts then.
+    # If most workers do not wait yet, they may be in a usual operation, so the time that their marks allow counts.
     all_wait = all(p.waits for p in blamed) and 2 * len(blamed) <= len(progress)
     for p in blamed:
         beyond = now - max(p.marked, first) - hang_timeout
@@ -144,11 +145,11 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
 
 
 def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable]) -> Workers:
-    """Return the workers that wait in another operation than most replicas do, where all wait for each other.
+    """Return the workers that wait in another operation than most replicas do, if all workers wait for each other.
 
-    Positions may wait in different operations, but each position does so in all replicas. Of two equally frequent sets
-    of operations the usual one is a step's, before the step is reported. Empty if more than half of the replicas
-    differ.
+    The positions of a replica may wait in different operations, but usually in the same set of them in all replicas. If
+    two sets are equally frequent, the usual one is the set of operations of a step before the step is reported. Empty
+    if more than half of the replicas differ from the usual set.
     """
     waits: dict[Hashable, dict[tuple[int, int, str], WorkerId]] = {}
     for p in group:
@@ -168,11 +169,11 @@ def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashabl
 def behind(
     group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable], now: float, settings: Settings
 ) -> Workers:
-    """Return the workers of the one replica for which all others have waited in a step beyond ``settings.grace``.
+    """Return the workers of the late replica, if all other replicas have waited for it for over ``settings.grace``.
 
-    Empty if two replicas are late, if fewer than ``min_replicas`` would remain, or while the late one does what others
-    do not: writes a checkpoint, compiles. A replica has come when all of its workers wait. A worker that reported a
-    wait but has not been heard for the grace (it is stopped) does not count as waiting.
+    A replica is late until all of its workers wait. Empty if two replicas are late, if fewer than ``min_replicas``
+    would remain, or while the late replica does work outside of a step (writes a checkpoint, compiles). A worker that
+    reported a wait, but has sent nothing for ``settings.grace`` seconds, is stopped and does not count as waiting.
     """
     replicas: dict[Hashable, list[WorkerProgress]] = {}
     for p in group:
@@ -195,7 +196,7 @@ def behind(
 
 
 def _allowed(progress: WorkerProgress, now: float, hang_timeout: float) -> float:
-    """Return the time that a mark allows; 0 if the worker was silent for so long that its process must be stopped."""
+    """Return the seconds that a mark allows; 0 if the worker was silent so long that its process must be stopped."""
     silent = progress.heard is not None and now - progress.heard > hang_timeout
     return 0.0 if silent else progress.allow
 
@@ -207,7 +208,7 @@ SAY_SECONDS = 10.0
 def many_share(late: Iterable[WorkerId], replica_of: Mapping[WorkerId, Hashable]) -> bool:
     """Return whether more than half of the replicas, and more than one, have a worker that is ``late``.
 
-    ``replica_of``: the workers of complete replicas; a worker not in it (a spare, an orphan) counts for none.
+    ``replica_of``: worker of a complete replica -> replica; any other worker (a spare, an orphan) does not count.
     """
     affected = {replica_of[worker] for worker in late if worker in replica_of}
     return len(affected) > 1 and 2 * len(affected) > len(set(replica_of.values()))
@@ -215,59 +216,59 @@ def many_share(late: Iterable[WorkerId], replica_of: Mapping[WorkerId, Hashable]
 
 @dataclass(frozen=True)
 class Answer:
-    """Decision about the late workers."""
+    """Decision about the late workers: evict some, report the stall, or wait."""
 
     evict: Workers = frozenset()
     say: bool = False
     """True if the stall must be reported now."""
     over: float | None = None
-    """Seconds that a reported stall took that has just ended."""
+    """Duration, in seconds, of a reported stall that has just ended; None: no such stall has ended."""
 
 
 class Stall:
-    """Decision between eviction and waiting, from one look at the run to the next. See the states above."""
+    """State machine that decides, at each check of the run, to evict late workers or to wait. See the drawing above."""
 
     def __init__(self, settings: Settings) -> None:
         self.since: float | None = None
-        """Begin of this stall, as seen; None: there is no stall."""
+        """Time at which this coordinator first noticed the stall; None: there is no stall."""
         self.told = False
         """True once the stall is certain and was reported."""
         self.waited: dict[WorkerId, str] = {}
-        """Workers that the run waits for -> why."""
+        """Worker that the run waits for -> reason."""
         self.lately: dict[WorkerId, float] = {}
-        """Workers that were evicted within the last hang timeout -> when."""
+        """Worker that was evicted within the last hang timeout -> time of its eviction."""
         self.until: float | None = None
-        """End of the wait for workers that may wait for storage longer than ``stall_timeout``; infinite: no worker
-        waits for them, None: there are none."""
+        """Time until which the run waits for workers whose storage may take longer than ``stall_timeout``; None: there
+        are no such workers; infinite: the wait has no limit, because no worker waits for them."""
         self.fresh = float("-inf")
-        """End of the last stall: inactivity before it makes no worker late."""
+        """Time at which the last stall ended: inactivity before this time makes no worker late."""
         self._settings = settings
         self._shared = False
         self._shared_since: float | None = None
-        """Time since which the awaited workers are late. A worker that waits for storage may have stalled long
-        before."""
+        """Time since which several replicas share the stall (None: they do not). The timeout counts from here, because
+        a worker that waits for storage may have stalled long before."""
         self._say_at = 0.0
 
     def left(self, now: float) -> float:
-        """Return for how many more seconds the run waits during a stall."""
+        """Return for how many more seconds the run waits during this stall, as limited by the stall timeout."""
         since = self.since if self._shared_since is None else self._shared_since
         assert since is not None
         return max(0.0, since + self._settings.stall_timeout - now)
 
     def ends_in(self, now: float) -> float | None:
-        """Return after how many seconds the run waits for no worker any more; None: unlimited."""
+        """Return the seconds until the run stops waiting for any stalled worker; None: unlimited."""
         left = self.left(now) if self.until is None else max(self.left(now), self.until - now)
         return left if math.isfinite(left) else None
 
     def excuse(self, pause: float) -> None:
-        """Exclude a pause of the coordinator: it did not wait for any worker meanwhile."""
+        """Exclude a pause of the coordinator, in seconds: it waited for no worker during the pause."""
         self.since = None if self.since is None else self.since + pause
         self._shared_since = None if self._shared_since is None else self._shared_since + pause
 
     def _some_are_back(
         self, away: set[WorkerId], late: Mapping[WorkerId, str], replica_of: Mapping[WorkerId, Hashable]
     ) -> bool:
-        """Return whether some awaited workers are back, while others, or workers of the same replicas, are ``late``."""
+        """Return whether some awaited workers are back, while other awaited workers, or their peers, are late."""
         back = {replica_of.get(worker) for worker in self.waited.keys() - away}
         peers_late = any(replica_of[worker] in back for worker in late if worker in replica_of)
         return bool(back) and (peers_late or not self.waited.keys().isdisjoint(late))
@@ -282,9 +283,9 @@ class Stall:
     ) -> Answer:
         """Return the decision about late workers.
 
-        ``late``: workers that would be evicted -> why; ``suspected``: workers that have used up half of their time.
-        ``allowed``: workers that have used up their time in a phase that waits for storage, which may take longer; they
-        are reported, too. ``replica_of``: the workers of complete replicas, and those evicted ``lately``.
+        ``late``: worker that would be evicted -> reason. ``suspected``: workers that have used up half of their time.
+        ``allowed``: worker that has used up its time but waits for storage, which may take longer -> reason; it is
+        reported, too. ``replica_of``: replica of each worker of a complete replica, and of workers evicted ``lately``.
         """
         hang = self._settings.hang_timeout
         self.lately = {worker: at for worker, at in self.lately.items() if now - at <= hang}
@@ -297,7 +298,7 @@ class Stall:
         if shared and self.since is not None and self.left(now) <= 0:
             shared, evict, self.told, self._shared_since = False, frozenset(late), False, None
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
-            # Workers that shared the stall, or waited for a peer's storage, come back a moment after the others.
+            # Workers that shared the stall, or waited for a peer's storage, come back a moment after the first ones.
             self.fresh = now if self.told else now - hang / 2
         elif not shared:
             evict = frozenset(late)

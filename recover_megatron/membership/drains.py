@@ -2,18 +2,18 @@
 
     observer: drain(name) --no such node, or no training yet--> REFUSED
         |
-        v         the next plan carries it to the members, one of which answers
-      ASKED ----> MOVING --no worker of it is live or in the last epoch--> DRAINED: it may be switched off
+        v         the next plan sends the request to the members; one of them answers
+      ASKED ----> MOVING --no worker of the node is live or in the last epoch--> DRAINED: the node may be off
         |           |
-        '-----------'--the members cannot do without it--> REFUSED and forgotten: it may be requested again
+        '-----------'--the members need the node--> REFUSED and forgotten: it may be requested again
 
-Only members know which state they hold, so they decide, all alike (``workload.domains``), and remember which drains
-they have accepted. Their statuses carry them, so the next coordinator knows them. A request without an answer is lost
-with its coordinator; the observer notices that, and repeats it.
+Only members know which state they hold, so the members decide, all in the same way (``workload.domains``), and remember
+the accepted drains. Their statuses list these drains, so the next coordinator knows them. A request without an answer
+is lost with its coordinator; the observer notices that, and repeats the request.
 
 A worker's node is the name in its status, or its launcher's name. No name is used twice in a run (a launcher that joins
 has a new one), so a drained node stays drained: none of its workers is admitted again. A new coordinator that does not
-know of the drain yet may admit one, which leaves with its first plan.
+know of the drain yet may admit such a worker, which leaves with its first plan.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Drains:
     # -- requests and answers -----------------------------------------------------------------------------------------
 
     def ask(self, name: str, *, begun: bool) -> None:
-        """Drain the node ``name``, or all nodes of the host of that name, at an observer's request. Idempotent.
+        """Request the drain of the node ``name``, or of all nodes of the host ``name``, for an observer. Idempotent.
 
-        ``begun``: this coordinator leads a run whose training has begun.
+        ``begun``: True if this coordinator leads a run whose training has begun; otherwise the request is refused.
         """
         nodes = self._nodes_of(name)
         self._out.log("drain", node=name, nodes=nodes)
-        if name not in nodes:  # an earlier refusal for a host: the states of its nodes replace it
+        if name not in nodes:  # the states of a host's nodes replace an earlier refusal for the host
             self._refused.pop(name, None)
         if not begun:
             self._refuse(name, "the training has not begun")
@@ -76,10 +76,10 @@ class Drains:
             self._roster.changes.append(f"node {node} must be drained")
 
     def to_decide(self, members: Iterable[WorkerId]) -> tuple[str, ...]:
-        """Return the drains that ``members``, which have joined, must decide in the new epoch, in order of request.
+        """Return the nodes, in order of request, whose drain the joined ``members`` must decide in the new epoch.
 
-        They include drains that were accepted and that no member reports any more: the members have refused them since,
-        and the answer was lost, because an epoch was being formed or the answering worker died.
+        These include accepted drains that no member reports any more: the members have refused them since then, but
+        their answer was lost, because an epoch was being formed or the answering worker died.
         """
         statuses = {number: self._roster.workers[number].status for number in members}
         forgotten = self._accepted - draining_of({"statuses": statuses}) - {*self._asked}
@@ -87,7 +87,7 @@ class Drains:
         return tuple(self._asked)
 
     def answered(self, node: str, reason: str) -> None:
-        """Take in a member's answer for a node in the present epoch; ``reason``: of a refusal, else empty."""
+        """Record a member's answer for a node in the present epoch; ``reason``: why it is refused; empty: accepted."""
         if node in self._asked:
             self._asked.remove(node)
         if reason:
@@ -101,7 +101,7 @@ class Drains:
             self._roster.changes.extend(self.news_of(node))  # its spares may have left before this answer
 
     def tell_launcher(self, node: str, **more: bool) -> None:
-        """Notify the launcher of a node that is being drained, so that it starts no more workers."""
+        """If a node is being drained, notify its launcher, so that the launcher starts no more workers."""
         node_agent = self._roster.node_agents.get(node)
         if self.is_draining(node) and node_agent is not None and node_agent.session is not None:
             self._out.send([node_agent.session], {"type": "drain", **more})
@@ -125,7 +125,7 @@ class Drains:
         return "its node was drained" if drained else "it had finished"
 
     def news_of(self, node: str) -> list[str]:
-        """Return the reason to open an epoch: the last one counts on workers of the node, and none is left."""
+        """Return the reason for a new epoch if a drained node is empty, but was in the last epoch; else nothing."""
         empty = self.is_draining(node) and not self._live(node)
         return [f"node {node} {DRAINED}"] if empty and self._workers_of(node) & self._epochs.formed.members else []
 
@@ -153,9 +153,9 @@ class Drains:
 
     @property
     def _known_to_members(self) -> set[str]:
-        """Nodes that the members have agreed to do without, by their answer or by the statuses they joined with.
+        """Nodes whose drain the members have accepted, in an answer or in the statuses with which they joined.
 
-        Nodes that their last answer refuses are left out: a death may change that decision.
+        Nodes that a later answer refuses are left out: a death may change the members' decision.
         """
         return (self._accepted | draining_of(self._epochs.plan)) - self._refused.keys()
 
@@ -173,12 +173,12 @@ class Drains:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)
 
     def _live(self, node: str) -> Workers:
-        """Return the node's live workers, and those set aside: they come back and leave then, or are evicted."""
+        """Return the node's live and set-aside workers; the latter come back and then leave, or are evicted."""
         return self._workers_of(node) & (self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE))
 
 
 def draining_of(plan: Json) -> set[str]:
-    """Return the drains that the members of a plan have accepted before; empty if its statuses have none."""
+    """Return the nodes whose drain the members had accepted before a plan, by the statuses in it; else empty."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
     found: set[str] = set()
     for status in statuses.values() if isinstance(statuses, dict) else ():

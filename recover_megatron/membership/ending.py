@@ -1,8 +1,8 @@
 """End of a run: no worker is left, or an exception stops all replicas; and the messages that report why.
 
 A fault in the work itself (a microbatch whose gradient is NaN, a bug that iteration 7 triggers) ends every worker that
-takes the work over, one replica after the other. It is recognised by the workers that it ends. Work that two workers
-*share* is a microbatch that both have tried in one iteration, or, outside of microbatches, the same phase.
+takes the work over, one replica after the other. It is recognised by the exceptions that these workers report. Two
+workers *share* work if both have tried one microbatch in the same iteration, or, outside of microbatches, one phase.
 
     two replicas, the same error, shared work           the run ends
     all replicas, the same error, one iteration         the run has ended
@@ -39,22 +39,22 @@ from recover_megatron.membership.roster import Fate, Member, Roster
 
 @dataclass(frozen=True)
 class ExceptionReport:
-    """A worker's report of the exception that ends it."""
+    """Report of a worker about the exception that terminates this worker."""
 
     name: str
     """Worker and host, for messages."""
     group: int
-    """Its replica: workers of one replica share failures and errors."""
+    """Id of the worker's replica. Workers of one replica fail together, so their reports count as one."""
     iteration: int
     microbatch: int | None
-    """The last microbatch that it began."""
+    """The last microbatch that the worker began; None: none."""
     error: str
     phase: str = ""
     tried: frozenset[int] = frozenset()
-    """Microbatches of the iteration that it has begun. Any of them may be the cause: many faults show late (a gradient
-    is checked after the pass, a device reports an error at the next synchronisation)."""
+    """Microbatches of the iteration that the worker has begun. Any of them may be the cause: many faults show late (a
+    gradient is checked after the pass, a device reports an error at the next synchronisation)."""
     own: bool = False
-    """True if the fault is one of its host or device."""
+    """True if the worker's host or device is at fault."""
 
     @staticmethod
     def of(name: str, message: Mapping[str, Any]) -> ExceptionReport:
@@ -65,7 +65,7 @@ class ExceptionReport:
         return ExceptionReport(name, group, iteration, microbatch, error, phase, tried, own)
 
     def shared(self, other: ExceptionReport) -> frozenset[int | str]:
-        """Return the work that both replicas tried: microbatches or a phase; empty if none, or not to blame."""
+        """Return the microbatches, or the phase, that both replicas tried; empty if none, or if a host is at fault."""
         if self.own or other.own or self.group == other.group or self.iteration != other.iteration:
             return frozenset()
         return self._work & other._work
@@ -75,7 +75,7 @@ class ExceptionReport:
         return frozenset(self.tried) or frozenset([self.phase])
 
     def repeats(self, earlier: ExceptionReport) -> bool:
-        """Return whether another replica failed with the same error at the same work."""
+        """Return whether the ``earlier`` report, of another replica, has the same error and shares work."""
         return bool(self.shared(earlier)) and alike(self.error) == alike(earlier.error)
 
 
@@ -112,7 +112,7 @@ def true_cause(report: ExceptionReport, earlier: Iterable[ExceptionReport]) -> s
 
 
 def _named(report: ExceptionReport, work: Iterable[int | str | None]) -> str:
-    """Describe work of one iteration."""
+    """Return text that names ``work``, which belongs to the report's iteration."""
     iteration = f"iteration {report.iteration}"
     numbers = sorted(one for one in work if isinstance(one, int))
     if not numbers:
@@ -124,7 +124,7 @@ def _named(report: ExceptionReport, work: Iterable[int | str | None]) -> str:
 
 
 class ExceptionReports:
-    """Exception reports of the workers of a run, the first of each worker."""
+    """First exception report of each worker of a run."""
 
     def __init__(self, out: Outbox) -> None:
         self._reports: dict[WorkerId, ExceptionReport] = {}
@@ -145,11 +145,11 @@ class ExceptionReports:
         return cause
 
     def same_of_all(self, workers: Workers) -> str | None:
-        """Return why no worker is left, if ``workers``, the last, and another replica had the same error; else None.
+        """Return the common cause if the last ``workers`` and another replica failed with the same error; else None.
 
-        All failed in one iteration, each perhaps in a different microbatch: no live worker was left to run one again.
-        Or one replica met it between two steps, and another one an iteration later, after it took over the work. None:
-        it may be chance, or a storage outage that all workers share, so a restarted run may continue.
+        All failed in one iteration, perhaps in different microbatches, because no live worker was left to repeat one.
+        Or one replica failed between two steps, and another replica an iteration later, after it took over the work.
+        None is also returned for a storage outage that all workers share: a restarted run may continue after it.
         """
         last = [self._reports[number] for number in workers if number in self._reports]
         newest = max((report.iteration for report in last), default=0)
@@ -174,7 +174,7 @@ class ExceptionReports:
 
 
 class Ending:
-    """Last actions of a coordinator whose run is over: notify all members (``begin``), then late ones (``handle``).
+    """Last actions of a coordinator whose run is over: notify all members (``begin``), and late ones (``handle``).
 
     The effect ``Exit`` follows when all awaited members have been notified, or at ``deadline``.
     """
@@ -192,9 +192,9 @@ class Ending:
         """Send the stop message to all members and to ``observers`` (sessions).
 
         If a worker stopped the run, workers that have not joined the open rendezvous yet (``absent``) are awaited until
-        ``patience``, and notified. (Any other reason may hold for this coordinator only: they may try another.)
-        Launchers that have not attached yet, or have just lost their connection, are awaited, too: they need the exit
-        code. Not if another coordinator may continue.
+        ``patience``, and notified. For other reasons they are not: the reason may hold for this coordinator only,
+        and they may try another one. Launchers that have not attached yet, or have just lost their connection, are
+        awaited, too, because they need the exit code; but not if another coordinator may continue the run.
         """
         roster, settings = self._roster, self._roster.settings
         code, reason = over.code, over.reason
@@ -222,7 +222,7 @@ class Ending:
             self._out.do(Exit(code, reason))
 
     def handle(self, event: CoordinatorEvent, now: float) -> None:
-        """Handle any later event: notify late members if they are awaited."""
+        """Handle a later event: send the stop message to observers, and to late members while any member is awaited."""
         waited = bool(self._awaited)
         if isinstance(event, Received):
             message = event.message
@@ -238,7 +238,7 @@ class Ending:
             self._out.do(Exit(self._farewell["code"], self._farewell["reason"]))
 
     def _ordered_to_stop(self, formed: Formed) -> tuple[int, str] | None:
-        """Return code and reason if all launchers with workers in the run received a signal to stop them, else None."""
+        """Return code and reason if all launchers with workers in the run received a signal to stop, else None."""
         roster = self._roster
         nodes = {roster.workers[number].node_agent for number in formed.members}
         if formed.epoch == 0:  # an absent worker has named no launcher, but its launcher may be attached
@@ -251,7 +251,7 @@ class Ending:
         return 128 + number, f"ended by {Signals(number).name}, which the launcher on {names} received"
 
     def _just_lost(self, now: float) -> set[str]:
-        """Return the launchers that have just lost their sessions, and are not known to have ended."""
+        """Return the nodes whose launchers have no session, sent something lately, and are not known to have ended."""
         since = now - self._roster.settings.lost_timeout
         node_agents = self._roster.node_agents.values()
         return {w.node for w in node_agents if w.session is None and not w.ended and w.heard > since}
@@ -259,7 +259,7 @@ class Ending:
 
 @dataclass(eq=False)
 class Survivors:
-    """Checks, before a rendezvous opens, that live workers hold the run's state. Only sends messages."""
+    """Checks, before a rendezvous opens, that live workers hold the run's state."""
 
     _roster: Roster
     _epochs: Epochs
@@ -267,7 +267,11 @@ class Survivors:
     _out: Outbox
 
     def check(self, members: Workers, counted_on: Workers) -> None:
-        """Raise RunOver if neither ``members``, the live workers of ``counted_on``, nor heirs can continue."""
+        """Raise RunOver if the run cannot continue, or need not.
+
+        It can if ``members``, the live workers of ``counted_on``, include members of the last epoch, or if set-aside
+        workers may come back. It need not if all workers with a part in the work have left in order.
+        """
         roster, epochs = self._roster, self._epochs
         required_aside = roster.required_aside | (roster.returning if epochs.own else frozenset())
         if not members & epochs.formed.members and not required_aside:  # newcomers alone hold no state
@@ -277,7 +281,7 @@ class Survivors:
                 raise RunOver(EXIT_SAME_FAULT, same)
             left = f"no live worker is left{self._exceptions.last_of(epochs.formed.members)}"
             if members - roster.newcomers | roster.with_fate(Fate.ASIDE):
-                left = "the coordinator and all workers that knew the last commit are lost; live ones were set aside"
+                left = "the coordinator and all workers that knew the last commit are lost; live workers were set aside"
             raise RunOver(EXIT_NO_REPLICA, left)
         if epochs.finished:
             raise RunOver(0, "all workers with a part in the work have left")
@@ -285,9 +289,9 @@ class Survivors:
     def required_aside(self, members: Workers) -> Workers:
         """Return the set-aside workers that must ask for a place before the next epoch, in addition to ``members``.
 
-        If no worker with a part in the last epoch is live, they hold all that is left of the run's state. They may
-        continue like any others if the rest is certainly gone. No rendezvous counts on one that has not asked for a
-        place: otherwise it would wrongly assume that it was never excluded.
+        If no worker with a part in the last epoch is live, the set-aside workers hold all that is left of the run's
+        state. They may continue if all other workers are certainly gone. A rendezvous counts on a set-aside worker only
+        after it has asked for a place; otherwise that worker would wrongly assume that it was never excluded.
         """
         known = self._epochs.own or members & self._epochs.formed.members  # the last commit is known
         alone = known and not members & self._epochs.working
@@ -297,8 +301,6 @@ class Survivors:
         """Report that no rendezvous can be opened until a set-aside worker asks for a place."""
         required = self._roster.required_aside
         names = ", ".join(self._roster.workers[number].name for number in sorted(required)[:4])
-        text = (
-            f"all others are lost: the run waits for {names}{' and others' * (len(required) > 4)} (set aside earlier)"
-        )
+        text = f"all other workers are lost: the run waits for {names}{' and others' * (len(required) > 4)} (set aside)"
         self._out.log("waits", workers=to_runs(required), reason=text)
         self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})

@@ -43,18 +43,18 @@ class Epochs:
     def __init__(self, roster: Roster, planner: Planner, out: Outbox) -> None:
         self.formed = Formed(0, frozenset(roster.workers))
         self.own = False
-        """True if this coordinator has formed it."""
+        """True if this coordinator has formed the last epoch."""
         self.plan: Json = None
-        """The planner's answer, or the plan that a member has presented."""
+        """Plan of the last epoch: the planner's answer, or the plan that a member has presented."""
         self.committed = 0
         """The last iteration committed."""
         self._roster = roster
         self._planner = planner
         self._out = out
-        self._ready = 0  # members that have reported done beyond self.committed, or have no part
+        self._ready = 0  # number of members that have reported done beyond self.committed, or have no part
         self._some_left = False  # members of this epoch have left
         self._stuck = 0  # consecutive epochs that ended without a commit because all waited for each other
-        self._apart = Workers()  # workers in another operation than the others when the last of these epochs ended
+        self._apart = Workers()  # workers that waited in another operation than the rest at the end of that epoch
 
     @property
     def working(self) -> Workers:
@@ -70,7 +70,8 @@ class Epochs:
     def take_over(self, evidence: Evidence, now: float) -> Workers:
         """Adopt ``evidence`` as a new coordinator. Return the workers that the run counts on.
 
-        A live worker that is not among them stays set aside if it was presented as that, and is evicted otherwise.
+        A live worker on which the run does not count, except a newcomer, stays set aside if a member presented it as
+        set aside; otherwise it is evicted.
         """
         self.adopt(evidence)
         for worker in self._roster.workers.values():
@@ -87,7 +88,7 @@ class Epochs:
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...]) -> None:
-        """Fix the plan of a rendezvous that all have joined. Raises RunOver if there is no possible plan."""
+        """Fix the plan of a rendezvous that all members have joined. Raises RunOver if there is no possible plan."""
         previous, workers = self.formed, self._roster.workers
         self.formed = Formed(opened.epoch, opened.members, opened.term)
         self.commit(self.formed.members & previous.members - self._roster.idle(previous))
@@ -163,7 +164,7 @@ class Epochs:
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
     def commit(self, reporters: Workers) -> bool:
-        """Commit iterations that all ``reporters`` (members with a part) have reported. Return whether one is new."""
+        """Commit iterations that all ``reporters`` (members with a part) have reported. Return whether any is new."""
         workers = self._roster.workers
         decided = min((workers[number].done for number in reporters), default=0)
         new = decided > self.committed
@@ -179,10 +180,10 @@ class Epochs:
         return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
     def all_wait(self, apart: Workers) -> Workers:
-        """Handle that all members wait for each other, ``apart`` in a different operation. Return the workers to evict.
+        """Return the workers to evict when all members wait for each other, ``apart`` in a different operation.
 
-        These are the workers that were apart the last time, too; if there are none, all meet again. Raises RunOver if
-        that repeats for ``max_stuck_epochs``.
+        These are the workers that were in ``apart`` at the last call, too. If there are none, request a new epoch.
+        Raises RunOver after more than ``max_stuck_epochs`` such epochs in a row.
         """
         self._stuck += 1
         again, self._apart = self._apart & apart, apart
@@ -196,7 +197,7 @@ class Epochs:
         return Workers()
 
     def _reported(self, worker: Member, before: bool) -> None:
-        """Commit if this was the last missing report; ``before``: whether the worker was ready before it."""
+        """Commit if this was the last missing report; ``before``: whether the worker was ready before the report."""
         self._ready += self.is_ready(worker) and not before
         if self._some_left:
             if self.finished:
@@ -209,26 +210,26 @@ class Epochs:
 
 
 class RevokeConfirmations:
-    """Confirmations that workers know the end of the last epoch. Until all do, no worker may abort operations.
+    """Confirmations of workers that the last epoch is over. Until all have confirmed, no worker may abort operations.
 
     An aborted NCCL kernel still posts its steps, empty, to its peers, whose kernels then complete without an error.
     Only a worker that has not received the end of the epoch would use such results. So all live workers are notified
-    first, including those set aside, which may come back. Evicted workers may not: they do not count once the next
-    epoch may be formed without them (``may``).
+    first, including set-aside workers, which may come back. Evicted workers may not come back: they do not count
+    once the next epoch may be formed without them (``may``).
     """
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:
         self.told = True
-        """True once all workers have received it and were notified of that."""
+        """True once all workers have confirmed, and were notified that all have."""
         self.may = False
-        """True if no worker can continue that is not asked here."""
+        """True if no worker can continue, except those whose confirmation is counted."""
         self._roster = roster
         self._epochs = epochs
         self._after = 0
         self._missing: set[WorkerId] = set()
 
     def begin(self) -> None:
-        """Start at an opened rendezvous: the first one after an epoch, or a further one, which asks no worker again."""
+        """Begin to wait for confirmations when a rendezvous opens. Confirmations since the last epoch remain valid."""
         epoch, workers = self._epochs.formed.epoch, self._roster.workers
         if self._after < epoch:
             self._after, self.told = epoch, False
@@ -250,11 +251,11 @@ class RevokeConfirmations:
 
     @property
     def due(self) -> bool:
-        """True if all workers have confirmed, and were not notified of that yet."""
+        """True if all workers have confirmed, but were not notified yet that all have."""
         return not self.told and not self.missing
 
     def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
-        """Notify all workers, once, if it is due. The wait for this counts as no worker's delay."""
+        """If ``due`` and ``may``, notify all workers, once, that all have confirmed. This wait makes no worker late."""
         if not self.due or not self.may:
             return
         self.told = True
@@ -271,12 +272,12 @@ class Rendezvous:
     def __init__(self, roster: Roster, epochs: Epochs, leadership: Leadership) -> None:
         self.opened = Opened(0, frozenset(), 0)
         self.too_few = False
-        """True if its members alone may not continue, as far as known now."""
+        """True if, by present knowledge, too few workers are members for the rendezvous to get a plan."""
         self.is_open = False
-        """True until its plan is fixed."""
+        """True from the opening of the rendezvous until its plan is fixed."""
         self.opened_at = 0.0
         self.patience = 0.0
-        """Time until which it waits for members that the coordinator does not reach."""
+        """Time until which the rendezvous waits for members that the coordinator does not reach."""
         self._roster = roster
         self._epochs = epochs
         self._leadership = leadership
@@ -288,7 +289,7 @@ class Rendezvous:
         return self.opened.members
 
     def open(self, members: Workers, now: float) -> None:
-        """Open the next rendezvous: ``members`` must join it, whichever they had joined before."""
+        """Open the next rendezvous, which ``members`` must join even if they have joined an earlier one."""
         settings = self._roster.settings
         if self._epochs.formed.epoch > 0:
             self.patience = now + 1.2 * settings.heartbeat_timeout
@@ -306,14 +307,14 @@ class Rendezvous:
             self._roster.workers[number].progress.waiting_since = None
 
     def is_apart(self, worker: Member) -> bool:
-        """Return whether a worker was outside of the last epoch: it is new, set aside, or back."""
+        """Return whether a worker was no member of the last epoch, because it is new, set aside, or back."""
         return worker.new or worker.fate is Fate.ASIDE or worker.number not in self._epochs.formed.members
 
     def revoke_message(self, reason: str, *, apart: bool = False) -> dict[str, Any]:
         """Return the message that ends the last epoch: its commits, and the members that must join the next one.
 
-        ``apart``: for workers that ``is_apart`` names. The message then carries no commits: they were made without
-        these workers, which must not apply the step, but get the state of a worker that has.
+        ``apart``: the message is for workers for which ``is_apart`` is true. It has no commits then: they were made
+        without these workers, which must not apply the step, but get the state of a worker that has applied it.
         """
         epochs, roster = self._epochs, self._roster
         message: dict[str, Any] = {
@@ -327,7 +328,7 @@ class Rendezvous:
         if aside := roster.with_fate(Fate.ASIDE):
             message["aside"] = to_runs(aside)
         if apart and not self.members & epochs.formed.members:
-            # They continue alone: their next coordinator must know of the epoch whose commits they do not know.
+            # No member of the last epoch is in the next one, but the next coordinator must know of the last epoch.
             message |= epochs.formed.to_wire("after_")
         if not epochs.own and epochs.plan is None and epochs.formed.epoch > 0:
             holders = (roster.workers[m] for m in sorted(self.members))
@@ -337,7 +338,7 @@ class Rendezvous:
         return message
 
     def join(self, worker: Member, message: Mapping[str, Any], now: float) -> None:
-        """Record a worker's join with its status and last reports; ignored if it is for another rendezvous."""
+        """Record a worker's join with its status and last reports; ignore a join of another rendezvous."""
         if not self.is_open or message["epoch"] != self.opened.epoch or worker.number not in self.members:
             return
         self._joined += worker.joined != self.opened.epoch
@@ -359,10 +360,10 @@ class Rendezvous:
         return self._joined == len(self.members)
 
     def may_follow(self, unreached: Container[int], now: float) -> bool:
-        """Return whether its plan may be fixed when all have joined. Evict absent members.
+        """Evict absent members. Return whether the plan may be fixed once all members have joined.
 
-        ``unreached``: workers whose connections have ended and that are still awaited. Raises RunOver if it can have no
-        plan.
+        ``unreached``: workers whose connections have ended and that are still awaited. Raises RunOver if the
+        rendezvous can have no plan.
         """
         late = self._late(unreached, now)
         launched = [w.number for w in late if w.number < self._roster.world]
@@ -375,7 +376,7 @@ class Rendezvous:
         return not late and self._may_follow(now)
 
     def form(self, now: float, drain: tuple[str, ...]) -> None:
-        """Fix its plan; ``drain``: as in ``PlanRequest``. Raises RunOver if there is no possible plan."""
+        """Fix the rendezvous's plan; ``drain``: as in ``PlanRequest``. Raises RunOver if there is no possible plan."""
         self._epochs.form(self.opened, self.opened_at, now, drain)
         self.is_open = False
 
@@ -385,9 +386,9 @@ class Rendezvous:
         self.opened_at += pause
 
     def _late(self, unreached: Container[int], now: float) -> list[Member]:
-        """Return members without a connection whose time is over.
+        """Return members without a connection that had enough time to attach.
 
-        They have the start timeout before the launch's first epoch, else 1.2 heartbeat timeouts.
+        Launched workers have the start timeout before the first epoch; otherwise the time is 1.2 heartbeat timeouts.
         """
         newcomers_until = min(self.patience, self.opened_at + 1.2 * self._roster.settings.heartbeat_timeout)
         missing = [self._roster.workers[m] for m in self.members if m not in unreached]
@@ -396,9 +397,9 @@ class Rendezvous:
         return [w for w in missing if now > max(until[w.number], w.awaited_until)]
 
     def _may_follow(self, now: float) -> bool:
-        """Return whether its plan may follow the last epoch (``leadership``).
+        """Return whether the plan may follow the last epoch, by the rules of ``leadership``.
 
-        Raises RunOver if it never will. Evicts members whose launchers have not acknowledged in time.
+        Raises RunOver if it never may. Evicts members whose launchers have not acknowledged in time.
         """
         contest = self._leadership.contest(self.opened, self._epochs.formed, self._epochs.own)
         self.too_few = contest is not None and contest.standing is Standing.TOO_FEW
@@ -431,8 +432,8 @@ class Rendezvous:
     def _acknowledged(self, node: str, now: float) -> bool:
         """Return whether the launcher will present this rendezvous to any other coordinator that it attaches to.
 
-        If its process does not run, it is enough that the message lies at its host. Messages that it had sent before
-        that are received by then: ``patience`` also covers retransmission.
+        If the launcher's process is stopped, it is enough that its host has received the message, and ``patience`` is
+        over: that is long enough for all earlier messages of the launcher to arrive, even if retransmitted.
         """
         node_agent = self._roster.node_agents.get(node)
         if node_agent is None:

@@ -24,8 +24,9 @@ class Received:
 class Closed:
     """End of a session.
 
-    ``ended``: the other side's kernel closed it (end of file or reset). A running process sends ``abandon`` or ``bye``
-    before that. False: a malformed message, a full buffer, an unreachable network.
+    ``ended``: True if the other side's kernel closed the session (end of file or reset): its process has died, because
+    a running process sends ``abandon`` or ``bye`` before it closes. False: a malformed message, a full buffer, an
+    unreachable network.
     """
 
     session: int
@@ -40,7 +41,7 @@ class Acknowledged:
     session: int
     silence: float
     delivered: bool = False
-    """True if that kernel has all sent data, and everything that its process had sent before has been read."""
+    """True if that kernel has received all sent data, and all data that its process had sent before was read."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class AskForLease:
-    """Ask for the lease, for these members of a rendezvous that have all joined (``Verdict`` follows)."""
+    """Ask for the lease for the members of a rendezvous, all of which have joined (``Verdict`` follows)."""
 
     term: int
     epoch: int
@@ -144,7 +145,7 @@ CoordinatorEffect = Send | Close | Probe | AskForLease | AskWitness | Log | Step
 
 
 class Outbox:
-    """Effects of the event that a coordinator is handling, in order; all of its parts add theirs."""
+    """Effects of the event that a coordinator is handling, in order; each part of the coordinator adds effects."""
 
     def __init__(self) -> None:
         self._effects: list[CoordinatorEffect] = []
@@ -171,7 +172,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The dialed candidate's host has accepted the connection, so the process exists; it has sent nothing."""
+    """The dialed candidate's host has accepted the connection, so a process listens; it has sent nothing yet."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Connected:
 
 @dataclass(frozen=True)
 class Lost:
-    """Failure of the connection or of the attempt to connect, or its end by the other side."""
+    """End of the connection, by a failure or by the other side, or a failed attempt to connect."""
 
     reason: str
     refused: bool = False
@@ -217,7 +218,7 @@ class Say:
 class Abandon:
     """Give up the current connection and send the reason.
 
-    It stays open while the other side may read it, since a close looks like a death.
+    The socket stays open until the other side closes it, because a close looks like a death.
     """
 
     reason: str
@@ -225,19 +226,19 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Hangup:
-    """Close without a message: the other side has closed or will."""
+    """Close the connection without a message, because the other side has closed it or will do so."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Replace the candidates behind those of the launch by these."""
+    """Replace the candidates that follow the launch's candidates in the list by ``added``."""
 
     added: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Notification of the owner.
+    """Notification of the session's owner.
 
     ``kind``: "revoke", "plan", "commit", "out", "kill", "tell", "drain" or "candidates".
     """
@@ -258,4 +259,4 @@ class State(Enum):
     STEADY = "steady"
     STOPPED = "stopped"
     RETIRED = "retired"
-    """Final state after it has stepped down: a fresh candidate has replaced it."""
+    """Final state of a coordinator that has stepped down: a fresh candidate has replaced it."""

@@ -1,6 +1,7 @@
 """Workers that are silent or hung, or whose connections have ended although they may be running.
 
-``detect.Stall`` decides whether they are evicted or the run waits. A witness (``witness``) may speak first.
+``detect.Stall`` decides whether these workers are evicted or the run waits for them. If a witness (``witness``)
+reports their node off before that, silent workers are evicted at once.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class Lateness:
     def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
         self.stall = Stall(roster.settings)
         self.unreached: dict[WorkerId, tuple[float, str]] = {}
-        """Workers whose connection has ended although they may be running -> since when, and why."""
+        """Worker whose connection has ended although it may be running -> time and reason of that end."""
         self._others_wait = False
-        """True if any worker of the group judged last waits."""
+        """True if some worker was waiting when the workers were last judged."""
         self._deaf: dict[WorkerId, tuple[float, str]] = {}
-        """Workers whose host does not answer for them -> when probed last, and why they are late."""
+        """Worker whose host acknowledges no data -> time of the last probe, and why the worker is late."""
         self._roster = roster
         self._epochs = epochs
         self._out = out
@@ -40,11 +41,10 @@ class Lateness:
     def ask_the_quiet(self, now: float, held_up: bool) -> None:
         """Ask quiet members for a sign of life.
 
-        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter lock), and a
-        launcher may be stopped for hours. So its host's kernel is asked (``Probe``) whether earlier messages are
-        acknowledged; not if this process was ``held_up``, since the next message is then the first for long. The longer
-        a launcher is silent, the more rarely it is sent anything: its receive buffer must keep room for important
-        messages.
+        A worker whose launcher vouches for it may not answer for long (a call that holds the interpreter lock), and a
+        launcher may be stopped for hours. So the kernel is asked (``Probe``) whether their hosts acknowledge earlier
+        messages; not if this process was ``held_up``, because then it has sent nothing for long. The longer a launcher
+        is silent, the fewer messages it is sent: its receive buffer must keep room for important messages.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
@@ -67,12 +67,12 @@ class Lateness:
                 node_agent.asked = silence
 
     def silent(self, now: float, fresh: float = -math.inf) -> list[Member]:
-        """Return silent workers (heartbeat timeout, and since ``fresh``) that no launcher vouches for."""
+        """Return workers that were silent for the heartbeat timeout since ``fresh`` and have no vouching launcher."""
         timeout = self._roster.settings.heartbeat_timeout
         return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._roster.vouched(w, now)]
 
     def connection_ended(self, worker: Member, reason: str, now: float) -> None:
-        """Record that the connection of a worker has ended that may still be running."""
+        """Record that the connection of a worker has ended, although the worker may still be running."""
         self._roster.unbind(worker)
         self.unreached[worker.number] = now, reason
 
@@ -85,9 +85,9 @@ class Lateness:
         self.stall.excuse(pause)
 
     def evict(self, members: Workers, now: float) -> bool:
-        """Evict late ``members``, or wait for them. Return whether all wait for each other.
+        """Evict late ``members``, or wait for them. Return whether all ``members`` wait for each other.
 
-        ``members``: those that the run waits for now, in an epoch or in a rendezvous.
+        ``members``: the workers that the run waits for now, in an epoch or in a rendezvous.
         """
         late = self._not_heard(now)
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
@@ -110,7 +110,7 @@ class Lateness:
         suspected = {w.number for w in self._quiet(settings.heartbeat_timeout / 2, now)}
         suspected |= set(half.hung)
         if self._is_lost_node({*late, *slow, *suspected}, replica_of, now):
-            replica_of = {}  # no stall: they share only their node
+            replica_of = {}  # no stall: the late workers share only their node
         self.stall.until = self._until(group, slow) if waiting or late or not slow else math.inf
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
         for number in sorted(answer.evict):
@@ -119,15 +119,15 @@ class Lateness:
         return judgement.stuck
 
     def all_wait(self, members: Workers, now: float) -> None:
-        """Let ``members`` that all wait for each other meet again, or evict those in a different operation.
+        """When all ``members`` wait for each other, request an epoch, or evict those in a different operation.
 
-        Raises RunOver if that repeats.
+        Raises RunOver if that happens too often.
         """
         workers, group = self._roster.workers, self._group(members)
         evicted = self._epochs.all_wait(apart(group, self._replica_of()))
         for worker in (workers[number] for number in sorted(evicted)):
             where = f"{worker.progress.phase or 'no phase'} of iteration {worker.progress.iteration}"
-            reason = f"all workers wait for each other; it waits again in {where}, which the others do not reach"
+            reason = f"all workers wait for each other; it waits again in {where}, which the other workers do not reach"
             self._roster.exclude(worker, reason, now, together=evicted)
 
     def _group(self, members: Workers) -> list[WorkerProgress]:
@@ -150,17 +150,17 @@ class Lateness:
                 self._roster.exclude(workers[number], "it was set aside and did not come back", now)
 
     def set_aside(self, members: Workers, now: float) -> None:
-        """Set the replica of ``members`` aside for which all other members have waited for the grace."""
+        """If all other ``members`` have waited for one replica longer than the grace, set that replica aside."""
         settings, group = self._roster.settings, self._group(members)
         if settings.grace > 0 and len(group) == len(members):
             late = behind(group, self._replica_of(), now, settings)
             self._roster.set_aside(late, f"its replica is late by more than {settings.grace:g} s", now)
 
     def _is_lost_node(self, away: set[WorkerId], replica_of: dict[WorkerId, Hashable], now: float) -> bool:
-        """Return whether the workers ``away`` are of one silent node, and the others can continue without it.
+        """Return whether the workers ``away`` are on one silent node, and the other workers can continue without it.
 
-        They can if they hold a complete replica. If all replicas are broken, they can if they are enough for a replica
-        and hold all of its positions, or report that they could roll back.
+        The others can if one of their replicas is complete. If all replicas are broken, the others can if they are
+        enough for a replica, and hold all of its positions or report that they could roll back.
         """
         nodes = {self._roster.workers[number].node_agent for number in away}
         on_node = [w for w in self._roster.workers.values() if w.node_agent in nodes and w.fate is Fate.LIVE]
@@ -183,7 +183,7 @@ class Lateness:
         return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
 
     def _not_heard(self, now: float) -> dict[WorkerId, str]:
-        """Return the workers that are late since they are silent or have lost their connection -> why."""
+        """Return the workers that are late because they are silent or unconnected, each with the reason."""
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
         late = {w.number: f"silent for {now - w.heard:.1f} s" for w in self.silent(now, fresh)}
         self._deaf = {
@@ -212,7 +212,7 @@ class Lateness:
     def _held_up(
         self, late: dict[WorkerId, str], slow: set[Hashable], replica_of: dict[WorkerId, Hashable], now: float
     ) -> dict[WorkerId, str]:
-        """Return late workers that run but wait for a peer of their replica that waits for storage."""
+        """Return the late workers that run, but wait for a peer of their replica that waits for storage."""
         return {
             number: reason
             for number, reason in late.items()
@@ -222,10 +222,10 @@ class Lateness:
         }
 
     def _replica_of(self) -> dict[WorkerId, Hashable]:
-        """Return the replicas of the last plan that have lost no worker except late ones; see ``detect``.
+        """Return worker -> replica for replicas of the last plan that have lost no worker except ones evicted lately.
 
-        The place is the one that a worker reports now, else that of the plan's statuses; without both each worker is a
-        replica.
+        A worker's replica is the one that the worker reports, else the one in the plan's statuses; a worker with
+        neither counts as a replica.
         """
         statuses = statuses_of(self._epochs.plan)
         replica_of: dict[WorkerId, Hashable] = {}
@@ -266,7 +266,7 @@ class Lateness:
 
 @dataclass(eq=False)
 class Witnessed:
-    """Decides when a coordinator asks its witness, and applies the testimony. Requests epochs in ``Roster.changes``."""
+    """Asks the witness when a coordinator needs it, and applies its statements. Requests epochs by ``changes``."""
 
     _roster: Roster
     _leadership: Leadership
@@ -286,9 +286,9 @@ class Witnessed:
             self._roster.changes.append("waiting newcomers may be admitted")
 
     def hear(self, testimony: Statement, state: State, now: float) -> None:
-        """Apply a statement of the witness: evict silent workers on nodes that it reports off: nobody waits for them.
+        """Apply a statement of the witness: evict the silent workers on nodes that are off.
 
-        The statement counts for the next rendezvous, which the launchers acknowledge after this.
+        The statement counts for the next rendezvous, because launchers acknowledge that rendezvous after it.
         """
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):

@@ -5,35 +5,35 @@ have left in order. Unreachable workers are not gone: they may be running on the
 
 The rule for a coordinator that wants to fix the plan of a new epoch with the workers that it reaches:
 
-* If only gone workers are missing, it may, however few are left.
+* If only gone workers are missing, the coordinator may fix it, however few workers are left.
 * If it formed the last epoch itself, it needs at least half of that epoch's members that are not gone (its own vote
   breaks the tie).
-* If it did not (the old coordinator is lost), it needs more than half of them, and more than half of every rendezvous
-  that any member presents as opened after that epoch, since one of those may have been formed unseen.
-* With a lease (``lease``, on shared storage) the same rule holds for both: more than half of the epoch's members may
-  continue, where gone members count as missing. Fewer members need the lease, if they miss no more than half and at
-  least one is left (``standing``). Others may not continue, except in one more case (``witness``).
+* If a lost coordinator formed that epoch, it needs more than half of these members, and more than half of every
+  rendezvous that any member presents as opened after that epoch, since such a rendezvous may have been formed unseen.
+* With a lease (``lease``, on shared storage) one rule holds in both cases: more than half of the epoch's members may
+  continue, where gone members count as missing. Fewer members may continue only with the lease, if no more than half
+  are missing and at least one is left (``standing``). Still fewer may not, except in one more case (``witness``).
 
 * Members without a part in the last epoch (*idle*) do not know what it committed, since no commit waited for them. So
-  if a worker is missing that may be running, idle members alone never continue under a new coordinator, lease or not;
-  except if all were idle (all replicas are broken, and spares build what is missing), since nothing was committed.
+  if a missing worker may be running, idle members alone never continue under a new coordinator, lease or not. The
+  exception: all members were idle (all replicas broken, spares build the rest), so that nothing was committed.
 
 Why two sides can never both continue: let M be the last epoch that both know, A the side that formed it, B the other.
-They are disjoint, because a member follows one coordinator at a time and only ever a higher term. A has at least half
-of those members of M that are not gone, B has more than half. Both are impossible, unless B knows deaths on A's side
+A and B are disjoint, as a member follows one coordinator at a time and only ever a higher term. A has at least half
+of those members of M that are not gone, B has more than half. Both cannot be true, unless B knows deaths on A's side
 that happened after A continued. Only a node agent could report such a death, and a side that leaves a worker out
 continues only after the node agents of its own members have acknowledged the new rendezvous. A node agent that later
-turns to B presents it, and B needs a majority of that rendezvous, too.
+turns to B presents that rendezvous, so B needs a majority of it, too.
 
 *Newcomers* add members to an epoch and votes to its count, but never replace earlier members. Until a rendezvous counts
 on them, they are in no set of which a side needs a majority. Until they hold a plan, they do not know what was
 committed, and newcomers alone never continue. The argument above holds unchanged: a member of M that is in a later
-epoch has joined it, so it presents it.
+epoch has joined that epoch, so it presents it.
 
 With the lease two sides can never both have *enough* and a *claim*, whatever deaths each of them knows: one side would
 need more than half of the epoch's members, and the other would miss no more than half. What a side learns later of the
-other's deaths is reported by a node agent, as above. Of two claims the lease grants the second only to a side with a
-member of the first that has followed the second's coordinator later. The first side can then continue without that
+other's deaths is reported by a node agent, as above. Of two claims the lease grants the second only if a member of the
+first has followed the second's coordinator since, and is in the second. The first side can then continue without that
 member only by another claim, which is refused (``lease.may_take``). The lease uses no time, so no pause and no clock
 affects it.
 
@@ -75,26 +75,26 @@ def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bo
 
 
 def may_go_on(reached: Workers, bases: Iterable[Workers], gone: Workers, own: bool) -> bool:
-    """Apply the rule above without a lease. ``own``: this coordinator formed the last epoch, the only base."""
+    """Return whether ``reached`` may continue without a lease. ``own``: this coordinator formed the last epoch."""
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
 
 
 class Standing(Enum):
-    """Permission for the reached members if workers are missing that may be running."""
+    """Permission for the reached members to continue, if some missing workers may be running."""
 
     ENOUGH = "enough"
     """Continue."""
     CLAIM = "claim"
-    """Continue if they get the lease."""
+    """Continue if the lease is granted."""
     TOO_FEW = "too few"
-    """Do not continue: the others may."""
+    """Do not continue, because the missing workers may continue."""
 
 
 def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: int) -> Standing:
-    """Apply the rule above with a lease, whichever coordinator formed the last epoch.
+    """Return the permission of ``reached`` with a lease, whichever coordinator formed the last epoch.
 
-    ``slack``: by how many workers two halves may differ that can each get the lease, since one node may have more
-    workers left than another. The same for all candidates of a run.
+    ``slack``: two halves that differ by at most this number of workers can each get the lease, since one node may have
+    more workers left than another. Equal for all candidates of a run.
     """
     answer = Standing.ENOUGH
     for base in bases:
@@ -111,15 +111,15 @@ def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: i
 def can_tell(reached: Workers, idle: Workers, missing: Workers, own: bool) -> bool:
     """Return whether ``reached`` knows the commits of the last epoch, or no worker that may run elsewhere does.
 
-    ``idle``: members without a part in that epoch, where others have one; ``missing``: unreached members that are not
+    ``idle``: members without a part, in an epoch in which others have one; ``missing``: unreached members that are not
     gone. Members with a part have reported whatever may have been committed, and the coordinator that formed the epoch
-    (``own``) has decided it.
+    (``own``) has decided the commits.
     """
     return own or not missing or bool(reached - idle)
 
 
 _LEAP, _LEAPS, _STRIDE = 1 << 16, 1 << 12, 1 << 8
-"""A leap is longer than any side's row of epochs, and leaps of two coordinators end at different numbers."""
+"""A leap is longer than any side's sequence of epochs, and leaps of two coordinators end at different numbers."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Contest:
     """Open rendezvous that leaves out workers that may still be running."""
 
     missing: Workers
-    """The left-out workers."""
+    """Left-out workers that may still be running."""
     standing: Standing
     """Permission for the members of the rendezvous to continue without them."""
     known: bool
@@ -143,23 +143,23 @@ class Leadership:
 
     def __init__(self, roster: Roster, out: Outbox, salt: int, slack: int | None, witness: Witness) -> None:
         self.term = 0
-        """0 until it leads."""
+        """Term of this candidate; 0 until it leads."""
         self.slack = slack
         self.evidence = Evidence(roster.world)
         self.witness = witness
         self._roster = roster
         self._out = out
         self._salt = salt
-        self._claim: AskForLease | None = None  # the last one that an epoch waits for
-        self._record: AskForLease | None = None  # the last one that records the members, without a waiting epoch
+        self._claim: AskForLease | None = None  # the last claim that an epoch waits for
+        self._record: AskForLease | None = None  # the last claim that only records members
         self._claimed_at = 0.0
-        self._verdict: Verdict | None = None  # on that claim
-        self._wait_reported = False  # the wait for that claim was reported
+        self._verdict: Verdict | None = None  # on ``_claim``
+        self._wait_reported = False  # the wait for ``_claim`` was reported
         self._led_at = 0.0  # when it began to lead
-        self._leapt = False  # over the numbers of epochs that no live member knows
+        self._leapt = False  # see ``next_epoch``
 
     def presented(self, presentation: Presentation) -> bool:
-        """Take in a member's presentation. Return whether it changes what is known of the last epoch and its end."""
+        """Record a member's presentation. Return whether that changes the known epochs, deaths or departures."""
         evidence = self.evidence
         before = (evidence.formed, evidence.bases, evidence.dead, evidence.left)
         evidence.add(presentation)
@@ -181,7 +181,7 @@ class Leadership:
 
     @property
     def lacks_members(self) -> bool:
-        """True if this candidate does not lead because, as far as known, others may continue elsewhere."""
+        """True if this candidate does not lead because few members are attached, and the rest may continue."""
         evidence, reached = self.evidence, self._roster.reached
         began = self.term == 0 and evidence.formed.epoch > 0 and bool(reached & evidence.target)
         return began and self._standing(reached, None) is Standing.TOO_FEW
@@ -189,7 +189,7 @@ class Leadership:
     def _moved(self, now: float) -> bool:
         """Return whether complete nodes have attached to this candidate: their launchers, and most of their workers.
 
-        A worker that has only lost its own connection must not lead a part of the run away from the others.
+        Otherwise a worker that has only lost its own connection could split the run.
         """
         roster = self._roster
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -216,11 +216,11 @@ class Leadership:
         return [w for w in workers if w.fate is Fate.LIVE and w.session is None]
 
     def gathers_until(self, worker: Member, now: float) -> float:
-        """Return until when a new coordinator waits for a worker that it does not reach.
+        """Return the time until which a new coordinator waits for a worker that it does not reach.
 
-        A worker that its launcher reports running may be deaf for a while. Otherwise, if all members left the lost
-        coordinator because it was silent, this worker attaches at the same time as they do, if it runs; unless its
-        launcher is late, too, or no launcher can vouch for it. Otherwise it is awaited like any silent host.
+        If the worker's launcher reports it as running, it may not answer for a while, so the wait is long. If all
+        attached workers left the lost coordinator because that was silent, and their launchers vouch for them, a
+        running worker would attach at the same time, so the wait is short. Otherwise it is as long as for silent hosts.
         """
         roster, settings = self._roster, self._roster.settings
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -249,7 +249,7 @@ class Leadership:
     def next_epoch(self) -> int:
         """Return a number above those of all epochs that were formed or opened.
 
-        It leaps over the unknown numbers of a side that a witness knows to be lost completely.
+        If a witness has reported nodes off, the number leaps, once, over the epochs that only lost workers know.
         """
         if self.witness.off and not self._leapt:
             self._leapt = True
@@ -258,7 +258,7 @@ class Leadership:
         return self.evidence.highest_epoch
 
     def contest(self, opened: Opened, formed: Formed, own: bool) -> Contest | None:
-        """Return the permission of ``opened`` to follow ``formed``; None: it leaves out only gone workers.
+        """Return the permission of ``opened`` to follow ``formed``; None: ``opened`` leaves out only gone workers.
 
         ``formed`` was presented or (``own``) formed by this coordinator.
         """
@@ -271,9 +271,9 @@ class Leadership:
         return Contest(missing, may, known)
 
     def has_lease(self, opened: Opened, now: float) -> bool:
-        """Return whether the lease is granted to the members of ``opened``, which all follow this term; request it.
+        """Request the lease for the members of ``opened``, which all follow this term. Return whether it is granted.
 
-        Raises RunOver if it is refused, or there is no answer for ``stall_timeout``.
+        Raises RunOver if the lease is refused, or there is no answer for ``stall_timeout``.
         """
         patience = self._roster.settings.stall_timeout
         if self._claim is None or (self._claim.term, self._claim.epoch) != (opened.term, opened.epoch):
@@ -287,7 +287,7 @@ class Leadership:
                 raise RunOver(EXIT_LOST_MAJORITY, f"the lease could not be requested within {patience:g} s: {why}")
             if now > self._claimed_at + self._roster.settings.heartbeat_interval and not self._wait_reported:
                 self._wait_reported = True
-                text = f"the run waits for the lease (others may continue elsewhere): {why}; {patience:g} s at most"
+                text = f"the run waits for the lease (others may continue elsewhere): {why}; at most {patience:g} s"
                 self._out.log("lease", epoch=opened.epoch, granted=None, reason=why)
                 self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
             return False
@@ -296,9 +296,9 @@ class Leadership:
         return True
 
     def formed(self, formed: Formed) -> None:
-        """Handle an epoch that this coordinator has formed: the lease must name its newcomers.
+        """Ask for the lease after this coordinator has formed an epoch, because the lease must name the newcomers.
 
-        For ``Witness.lets_in`` it must also exclude left-out workers that could use the witness.
+        For ``Witness.lets_in`` the lease must also exclude left-out workers that could use the witness.
         """
         claimed = self._claim is not None and (self._claim.term, self._claim.epoch) == (formed.term, formed.epoch)
         if self.slack is not None and not claimed:
@@ -312,7 +312,7 @@ class Leadership:
         self._out.do(claim)
 
     def lease(self, verdict: Verdict) -> None:
-        """Take in the answer to a claim."""
+        """Record the answer to a claim."""
         for asked in (self._record, self._claim):
             if asked is not None and verdict.granted and (asked.term, asked.epoch) == (verdict.term, verdict.epoch):
                 self.witness.granted(asked)
@@ -324,7 +324,7 @@ class Leadership:
         self._verdict = verdict
 
     def _standing(self, reached: Workers, own: Formed | None, epoch: int | None = None) -> Standing:
-        """Return the permission of ``reached``; ``epoch``: of an open rendezvous, whose members they are."""
+        """Return the permission of ``reached``; ``epoch``: the open rendezvous whose members they are, if any."""
         bases, gone = self._bases(own), self._roster.gone
         if self.slack is None:
             return Standing.ENOUGH if may_go_on(reached, bases, gone, own is not None) else Standing.TOO_FEW

@@ -20,16 +20,16 @@ Runs = list[list[int]]
 """A set of worker ids on the wire: sorted, inclusive runs ``[[first, last], ...]`` (4,000 workers: 10 bytes)."""
 
 MAX_WORKERS = 1 << 20
-"""Worker ids are below this; it bounds what a set of runs can expand to."""
+"""Worker ids are below this number, which also limits the size of a set that runs expand to."""
 
 FIRST_JOINED = 1 << 10
-"""First number of candidates that joined after the launch; their event logs are named by it."""
+"""Lowest number of a candidate that joined after the launch; the number is in the name of its event log."""
 
 JOINED_FROM = 1 << 19
-"""First id of workers of launchers that joined the run."""
+"""Lowest id of a worker whose launcher joined the run after the launch."""
 
 MOST_ADDED = 3
-"""Number of candidates joined after the launch that members receive; when one is lost, another takes its place."""
+"""Maximum number of candidates that joined after the launch in the members' list; another one replaces a lost one."""
 
 
 def to_runs(workers: Iterable[int]) -> Runs:
@@ -68,7 +68,7 @@ def first_workers(world: int) -> Workers:
 
 @dataclass(frozen=True)
 class Settings:
-    """Times in seconds. All processes of one run must use the same."""
+    """Settings of the protocol, times in seconds. All processes of one run must use equal settings."""
 
     heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 5.0
@@ -76,11 +76,11 @@ class Settings:
     hang_timeout: float = 60.0
     """A worker that others wait for is evicted after this long without a new progress mark."""
     stall_timeout: float = 600.0
-    """Maximum wait for a process that exists but does not move (stopped), if it cannot be replaced, or if more than
+    """Maximum wait for a process that exists but does not run (stopped), if it cannot be replaced, or if more than
     half of the replicas are late at once (see ``detect``)."""
     start_timeout: float = 3600.0
-    """All workers must have attached to the first rendezvous within this time: data sets are indexed,
-    checkpoints read."""
+    """All workers must have attached to the first rendezvous within this time, while data sets are
+    indexed and checkpoints read."""
     max_stuck_epochs: int = 3
     """The run ends after this many consecutive epochs in which all workers wait and none commits."""
 
@@ -89,7 +89,7 @@ class Settings:
     min_replicas: int = 1
     """No replica is set aside if fewer would remain."""
     start_needs_all: bool = False
-    """True if a worker of the launch that is lost before the first plan ends the run."""
+    """True if the loss of a launched worker before the first plan ends the run."""
 
     @classmethod
     def of(cls, flags: object, **others: Any) -> Settings:
@@ -104,7 +104,7 @@ class Settings:
 
 
 ADMITTED = "is admitted"
-"""Text after a newcomer's name: the reason for an epoch."""
+"""Text that follows a newcomer's name in the reason for an epoch."""
 NEW_COORDINATOR = "a new coordinator leads"
 """Reason for an epoch after the loss of a coordinator."""
 
@@ -118,7 +118,7 @@ class Formed:
     term: int = 0
 
     def to_wire(self, prefix: str = "") -> dict[str, Any]:
-        """Return the fields that name it in a message."""
+        """Return the fields that name this epoch in a message."""
         return {f"{prefix}epoch": self.epoch, f"{prefix}term": self.term, f"{prefix}members": to_runs(self.members)}
 
     @classmethod
@@ -134,7 +134,7 @@ class Opened(Formed):
 
 @dataclass(frozen=True)
 class Plan:
-    """Decision of an epoch; every member receives it, byte for byte the same."""
+    """Decision of an epoch; all members receive identical bytes."""
 
     epoch: int
     members: Workers
@@ -169,9 +169,9 @@ Planner = Callable[[PlanRequest], Json]
 
 
 def members_only(request: PlanRequest) -> Json:
-    """Plan for a run that plans for itself: its members, their statuses, the lost workers.
+    """Return a plan from which the members plan themselves: members, their statuses, and the lost workers.
 
-    Where there are any, also the nodes to ``drain`` and the workers ``aside``.
+    It also lists the nodes to ``drain`` and the workers ``aside``, if there are any.
     """
     plan = {
         "members": list(request.members),
@@ -184,9 +184,9 @@ def members_only(request: PlanRequest) -> Json:
 
 @dataclass
 class Presentation:
-    """Everything that a member followed and holds, as it presents it to a coordinator when it attaches.
+    """A member's knowledge of terms, epochs and ended workers, presented to each coordinator to which it attaches.
 
-    The safety of a failover rests on it (``leadership``), so it only ever grows.
+    The safety of a failover depends on this record (``leadership``), so it only ever grows.
     """
 
     term: int = 0
@@ -258,7 +258,7 @@ class Evidence:
         self.dead: Workers = frozenset()
         self.left: Workers = frozenset()
         self.aside: Workers = frozenset()
-        """Live workers that the newest known rendezvous has left out; safety does not rest on it."""
+        """Live workers that the newest known rendezvous has left out; safety does not depend on it."""
         self._aside_in = (0, 0)  # term and epoch of that rendezvous
 
     def add(self, presentation: Presentation) -> None:
@@ -285,7 +285,7 @@ class Evidence:
 
     @property
     def bases(self) -> list[Workers]:
-        """Sets of which a new coordinator needs a majority."""
+        """Sets of workers; a new coordinator needs a majority of each set."""
         return [self.formed.members, *(opened.members for opened in self.unfinished)]
 
     @property
@@ -308,7 +308,7 @@ EXIT_FENCED = 13
 
 
 class MembershipError(Exception):
-    """Base of everything that this package raises for a state of the run (never for a programming error)."""
+    """Base class of the exceptions that a state of the run causes in this package (never a programming error)."""
 
 
 class EpochRevoked(MembershipError):
@@ -321,15 +321,15 @@ class EpochRevoked(MembershipError):
 
 
 class Fenced(MembershipError):
-    """Raised on a worker that was evicted: exit the process (code ``EXIT_FENCED``); the others continue."""
+    """Raised on a worker that was evicted: exit the process (code ``EXIT_FENCED``); the other workers continue."""
 
 
 class CoordinatorLost(MembershipError):
     """Raised when no coordinator may continue the run for this worker; ``code`` is the exit code.
 
     ``by``: the worker whose message ended the run for all (``give_up``, ``report_exception``); None: no worker's.
-    ``told``: True if a coordinator has reported it; else none was reached, and the run may continue, or have ended
-    well.
+    ``told``: True if a coordinator has reported the end; False if no coordinator was reached: the run may continue
+    elsewhere, or may have ended well.
     """
 
     def __init__(
@@ -358,9 +358,9 @@ class NoPlan(Exception):
 
 
 class RunOver(Exception):
-    """Raised within a coordinator: the run ends here with exit code ``code``, and all members receive the reason.
+    """Raised within a coordinator to end the run with exit code ``code``; all members then receive the reason.
 
-    ``by``: the worker whose message ended it; None: the coordinator decided.
+    ``by``: the worker whose message ended the run; None: the coordinator decided to end it.
     """
 
     def __init__(self, code: int, reason: str, by: int | None = None) -> None:

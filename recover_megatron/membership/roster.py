@@ -1,14 +1,14 @@
 """Roster of a coordinator: workers, node agents, their sessions, and the workers' fates.
 
-    dead   certainly: its kernel closed the session, or its launcher saw the process end
+    dead   its process has certainly ended: its kernel closed the session, or its launcher saw the end
     out    evicted, since its host is silent or it hangs (``detect``): it is notified if it ever wakes up, and killed by
            its launcher; until that is confirmed it may be running elsewhere (``leadership``)
     left   it has sent bye
     aside  its replica is late (``Settings.grace``): in no epoch until it asks for a place, from then on as a newcomer
 
 Only *aside* is ever undone. A worker that abandons this coordinator has none of these fates, but is *awaited*: it is
-alive and has no session. A *newcomer* is a worker whose id is not one of the launch (those are below ``world``). It is
-known once it attaches, or a member presents an epoch that counts on it. Ids are never reused.
+alive and has no session. A *newcomer* is a worker whose id is not from the launch (launch ids are below ``world``). It
+is known once it attaches, or a member presents an epoch that counts on it. Ids are never reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Formed, Json, Settings, WorkerId, Workers, to_runs
 
 ENDED_IN_ORDER = "exit code 0"
-"""A launcher's text for an orderly end."""
+"""Text that a launcher reports for a worker whose process ended in order."""
 
 
 class Fate(Enum):
@@ -38,7 +38,7 @@ class Fate(Enum):
 
 @dataclass
 class Member:
-    """State of one worker, as far as it is known."""
+    """State of one worker, as far as this coordinator knows it."""
 
     number: WorkerId
     progress: WorkerProgress
@@ -48,33 +48,33 @@ class Member:
     host: str = ""
     node_agent: str = ""
     node: str = ""
-    """Node that its status names; before its first status: the name of its launcher."""
+    """Node that the worker's status names; before its first status, the name of its launcher."""
     heard: float = 0.0
     excused: float = 0.0
-    """Seconds of silence for which this coordinator could not have received its messages."""
+    """Seconds of the present silence in which this coordinator could not receive the worker's messages."""
     awaited_until: float = 0.0
-    """Time until which it is awaited after it abandoned this coordinator: it may come back."""
+    """Time until which a worker that abandoned this coordinator is awaited, because it may come back."""
     left_silence: bool = False
-    """True if it left a coordinator because that was silent, not because the connection had ended."""
+    """True if the worker left its last coordinator because of silence, not because the connection had ended."""
     done: int = 0
     idle_in: int = 0
     """The last epoch in which this worker reported that it has no part; valid for that epoch only. 0: none."""
     vacant: bool = False
-    """True if, as it has presented, no worker has a part in that epoch."""
+    """True if the worker has reported that no worker has a part in epoch ``idle_in``."""
     joined: int = 0
-    """The last rendezvous joined."""
+    """Number of the last rendezvous that the worker joined; 0: none."""
     heard_of: int = 0
-    """The last rendezvous for which it has confirmed that it uses no result of an earlier epoch any more."""
+    """The last rendezvous for which the worker has confirmed that it uses no result of an earlier epoch any more."""
     status: Json = None
     formed_epoch: int = 0
     """The last epoch whose plan this worker holds, as it has presented."""
     new: bool = False
-    """True for a newcomer without a plan yet, or one that was set aside: the next rendezvous takes it in."""
+    """True while a newcomer, or a worker back from being set aside, has no plan: the next rendezvous includes it."""
     aside_since: float = 0.0
     back: bool = False
-    """True if it was set aside, has asked for a place, and waits for its first plan since."""
+    """True if the worker was set aside, has asked for a place again, and has no new plan yet."""
     ended_at: float | None = None
-    """Time of an orderly end, as its launcher saw it before its last message or end of connection arrived."""
+    """Time of the launcher's report of an orderly end, if the worker's connection was still open; None: no report."""
 
     @property
     def name(self) -> str:
@@ -91,23 +91,23 @@ class NodeAgentStatus:
     heard: float
     excused: float = 0.0
     running: set[WorkerId] = field(default_factory=set)
-    """Workers that it has started and not seen end."""
+    """Workers that the launcher has started and has not seen end."""
     awaited_until: float = 0.0
-    """Time until which it vouches for its workers after it abandoned this coordinator: it is alive and may come
-    back."""
+    """Time until which a launcher that abandoned this coordinator still vouches for its workers: it is alive, and may
+    come back."""
     acknowledged: int = 0
-    """The last rendezvous that it has acknowledged."""
+    """The last rendezvous that the launcher has acknowledged; 0: none."""
     delivered: int = 0
-    """The last rendezvous whose revoke lies unread at its stopped process: it reads that before it abandons this
-    coordinator."""
+    """The last rendezvous whose revoke lies unread at the stopped launcher, which will read it before it abandons
+    this coordinator."""
     silent: bool = False
-    """True if no message of it has arrived for the heartbeat timeout."""
+    """True if no message of the launcher has arrived for the heartbeat timeout."""
     asked: float = 0.0
-    """Seconds for which it had been silent when it was last sent a message to answer."""
+    """Seconds that the launcher had been silent when it was last sent a message to answer."""
     ended: bool = False
-    """True if its process has ended: it can report to no coordinator any more."""
+    """True if the launcher's process has ended, so it can report to no coordinator any more."""
     stopping: int = 0
-    """Signal that orders it to stop its workers; 0: none."""
+    """Number of the signal that ordered the launcher to stop its workers; 0: none."""
 
 
 class Roster:
@@ -124,9 +124,9 @@ class Roster:
         self.changes: list[str] = []
         """Reasons to open the next rendezvous, as text; empty: none."""
         self.fault_at: float | None = None
-        """Time of the first fault since the last plan."""
+        """Time of the first fault since the last plan; None: no fault."""
         self.required_aside: Workers = frozenset()
-        """Set-aside workers without which no epoch is formed: no other worker with a part is left."""
+        """Set-aside workers that the next epoch needs, because no other worker with a part is left."""
         self.was_abandoned = False
         """True if a member has abandoned this coordinator and may follow another one."""
         self._unclear_ends: set[WorkerId] = set()
@@ -162,9 +162,9 @@ class Roster:
         return frozenset(n for n, w in self.workers.items() if w.idle_in == epoch.epoch > 0) & epoch.members
 
     def blind(self, epoch: Formed) -> Workers:
-        """Return the idle members that do not know what it has committed.
+        """Return the idle members of ``epoch`` that do not know what the epoch has committed.
 
-        If no worker has a part in it, they know: nothing was committed.
+        If no worker has a part in it, all members know that nothing was committed.
         """
         return frozenset(number for number in self.idle(epoch) if not self.workers[number].vacant)
 
@@ -177,16 +177,16 @@ class Roster:
         return [w.session for w in self.node_agents.values() if w.session is not None]
 
     def node_agent_of(self, worker: Member) -> NodeAgentStatus | None:
-        """Return the worker's launcher: the one that the worker has named, or that reports it as running."""
+        """Return the worker's launcher: named by the worker, else the one that reports the worker as running."""
         if worker.node_agent:
             return self.node_agents.get(worker.node_agent)
         return next((w for w in self.node_agents.values() if worker.number in w.running), None)
 
     def vouched(self, worker: Member, now: float) -> bool:
-        """Return whether the worker's launcher is connected and not silent: it would have reported the worker's end.
+        """Return whether the worker's launcher is connected and not silent, so it would have reported its end.
 
-        Also True while the launcher is awaited: it abandoned this coordinator because that did not run, which is no
-        fault of its workers.
+        Also True while the launcher is awaited: it abandoned this coordinator because the coordinator did not run,
+        which is no fault of its workers.
         """
         node_agent = self.node_agent_of(worker)
         if node_agent is None or node_agent.session is None:
@@ -201,7 +201,7 @@ class Roster:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def meet(self, numbers: Iterable[WorkerId]) -> None:
-        """Add unknown workers: newcomers that others count on."""
+        """Add the workers that are not known yet: newcomers that other members know."""
         for number in numbers:
             if number not in self.workers:
                 self.workers[number] = Member(number, WorkerProgress(number))
@@ -216,7 +216,7 @@ class Roster:
             peer.silent, peer.asked = False, 0.0
 
     def excuse(self, pause: float, now: float) -> None:
-        """Exclude a pause of this process from all silences. It has received all waiting messages since."""
+        """Exclude a pause of this process from all silences, after all waiting messages were received."""
         for worker in self.workers.values():
             worker.excused = min(worker.excused + pause, now - worker.heard)
             worker.awaited_until += pause
@@ -258,7 +258,7 @@ class Roster:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def bind(self, peer: Member | NodeAgentStatus, session: int, now: float) -> None:
-        """Bind the peer to this session, and to no other."""
+        """Bind the peer to this session, and close its earlier session."""
         self.unbind(peer)
         peer.session = session
         self.hear(peer, now)
@@ -288,7 +288,7 @@ class Roster:
     # -- fates --------------------------------------------------------------------------------------------------------
 
     def dead(self, worker: Member, reason: str, now: float) -> None:
-        """Record that the process has certainly ended."""
+        """Record that a worker's process has certainly ended."""
         if worker.fate is Fate.LIVE or worker.number in self.required_aside:
             self.changes.append(f"{worker.name} died: {reason}")
         worker.fate = Fate.DEAD
@@ -298,8 +298,8 @@ class Roster:
     def abandoned(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
         """Record that a worker abandons this coordinator to look for another one; ``followed``: this coordinator leads.
 
-        It comes back if there is no other, unless its launcher reports its end. It is not evicted: what this
-        coordinator missed while it did not run is no fault of the worker's.
+        The worker comes back if there is no other coordinator, unless its launcher reports its end. It is not evicted,
+        because a pause of this coordinator is no fault of the worker.
         """
         self._out.log("abandoned", worker=worker.number, reason=reason)
         self.unbind(worker)
@@ -309,7 +309,7 @@ class Roster:
             self.changes.append(f"{worker.name} abandoned this coordinator and is awaited")
 
     def merge_ends(self, dead: Workers, left: Workers) -> None:
-        """Take in deaths and orderly departures that another coordinator knew."""
+        """Record deaths and orderly departures that another coordinator knew."""
         for number in dead | left:
             worker = self.workers[number]
             if worker.fate is not Fate.LEFT:
@@ -343,12 +343,12 @@ class Roster:
         self._out.log("back", worker=worker.number, host=worker.host, seconds=now - worker.aside_since)
 
     def set_aside_again(self, worker: Member) -> None:
-        """Set a returning worker aside again that lost its connection before it had a plan: it may ask once more."""
+        """Set a returning worker aside again, since it lost its connection before it had a plan; it may ask again."""
         self.changes.append(f"{worker.name} was back, and lost its connection")
         worker.fate, worker.new, worker.back = Fate.ASIDE, False, False
 
     def kill(self, worker: Member, reason: str, together: Workers = frozenset()) -> None:
-        """Order the launcher of an evicted worker, if reached, to kill its process."""
+        """Order the launcher of an evicted worker, if reached, to kill the worker's process."""
         node_agent = self.node_agent_of(worker)
         if node_agent is not None and node_agent.session is not None:
             order = {"type": "kill", "worker": worker.number, "reason": reason}
@@ -357,9 +357,10 @@ class Roster:
             self._out.send([node_agent.session], order)
 
     def _ended(self, number: WorkerId, how: str, now: float, *, leads: bool) -> None:
-        """Take in a launcher's report that a process has ended.
+        """Record a launcher's report that a worker's process has ended.
 
-        If it ended in order while this candidate does not lead, another coordinator may know whether it had left.
+        If it ended in order while this candidate does not lead, only another coordinator may know whether the worker
+        had left the run.
         """
         if number not in self.workers:  # a newcomer that never attached here: others may still present it
             self.meet([number])
@@ -375,15 +376,15 @@ class Roster:
             self.dead(worker, f"its process has ended ({how})", now)
 
     def log_unclear_ends(self, now: float) -> None:
-        """Log workers as dead that ended in order without having left; all presentations are known now."""
+        """Log as dead the workers that ended in order without leaving the run, once all presentations are known."""
         for number in sorted(self._unclear_ends & self.with_fate(Fate.DEAD)):
             self._fault("dead", self.workers[number], f"its process has ended ({ENDED_IN_ORDER})", now)
         self._unclear_ends.clear()
 
     def expire_ended(self, now: float) -> None:
-        """Mark workers dead whose processes ended in order, and that have sent nothing since.
+        """Mark as dead the workers whose processes ended in order some time ago, without a ``bye``.
 
-        A child process may keep their connections open.
+        The end of their connections cannot be relied on, because a child process may keep the connections open.
         """
         for worker in self.workers.values():
             ended = worker.ended_at

@@ -8,10 +8,10 @@
        |  <------------------------------  stop    |   the run has ended meanwhile
 
 An observer is no member. No worker waits for it, it counts in no quorum, and its messages change only
-``Observing.sessions``; except ``drain``, which is answered in the same way (``drains``). Its cost is bounded: it is
-answered once in ``PAUSE_SECONDS``, there are at most ``MAX_OBSERVERS`` (a new one replaces the one that was quiet for
-longest), a view has at most ``MAX_ROWS`` workers, and every text in it is cut. So a view fits ``wire.MAX_TO_MEMBER``,
-whatever the members have sent.
+``Observing.sessions``; except ``drain``, which is answered in the same way (``drains``). The cost is bounded: each
+observer is answered once in ``PAUSE_SECONDS``, there are at most ``MAX_OBSERVERS`` (a new one replaces the quietest), a
+view has at most ``MAX_ROWS`` workers, and every text in it is cut. So a view fits ``wire.MAX_TO_MEMBER``, whatever the
+members have sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAUSE_SECONDS = 0.4
 """An observer that asks again within this time is refused."""
 MAX_OBSERVERS = 8
 MAX_ROWS = 8192
-"""Workers in one view; workers that are not live come first."""
+"""Maximum number of workers in one view; workers that are not live are preferred."""
 LAST = 10
 """Number of faults and recoveries that are remembered."""
 
@@ -44,7 +44,7 @@ _FAULTS = ("fault", "exception", "stuck", "give_up")
 
 
 class History:
-    """Data that the state does not have: reasons and times of departures, the last faults, recoveries and commit.
+    """Data that the coordinator's state lacks: reasons and times of departures, the last faults, recoveries and commit.
 
     It is built from the records of the event log. A coordinator that took over knows only events since then.
     """
@@ -56,15 +56,15 @@ class History:
         self.ends: dict[WorkerId, tuple[float, str]] = {}
         """Worker -> time and reason of its end (or of the report that it will end)."""
         self.evicted: set[WorkerId] = set()
-        """Workers that were evicted; their launchers kill them, which is no other end."""
+        """Workers that were evicted; when their launchers kill them later, that is no further end."""
         self.replicas: set[int] = set()
         """Ids of all replicas of any plan."""
         self.replica_size = 0
-        """Workers of a complete replica: the most that any plan gave one."""
+        """Number of workers of a complete replica: the most that a replica had in any plan."""
         self._reasons: list[str] = []
 
     def note(self, record: Mapping[str, Json], plan: Json, now: float) -> None:
-        """Take in one record of the event log; ``plan``: the data of the last plan."""
+        """Update the history from one record of the event log; ``plan``: the data of the last plan."""
         event = record["event"]
         if event in _FAULTS:
             self._fault(event, record, now)
@@ -90,8 +90,8 @@ class History:
         if kind == "out":
             self.evicted.add(record["worker"])
         if event in ("fault", "exception"):
-            # An exception is reported before the connection ends, an eviction before the process: the first is the
-            # cause.
+            # An exception is reported before the connection ends, and an eviction before the process ends, so the first
+            # reason is the cause.
             since, before = self.ends.get(record["worker"], (now, ""))
             self.ends[record["worker"]] = (since, _cut(f"{before}; {why}" if before else why, _WHY))
 
@@ -141,10 +141,10 @@ class Observing:
     history: History = field(default_factory=History, init=False)
     """Receives every record of the event log."""
     sessions: dict[int, float] = field(default_factory=dict, init=False)
-    """Session -> time of its last request; the quietest first."""
+    """Session -> time of its last request, oldest first."""
 
     def asked(self, session: int, message: Mapping[str, Any], state: State, now: float) -> None:
-        """Answer an observer with a view, after its request for a drain; refuse one that asks too often."""
+        """Apply an observer's request for a drain, and answer with a view; refuse an observer that asks too often."""
         last = self.sessions.pop(session, None)
         if last is not None and now - last < PAUSE_SECONDS:
             self._roster.refuse(session, "this observer asks too often")
@@ -164,7 +164,7 @@ class Observing:
         return self._epochs.formed.epoch > 0 and not self._epochs.own
 
     def view(self, state: State, now: float) -> dict[str, Any]:
-        """Return the message that shows a run; ``state``: that of its coordinator. Changes nothing."""
+        """Return the message that shows a run; ``state``: state of the coordinator. Change nothing."""
         epochs, history, stall, workers = self._epochs, self.history, self._stall, self._roster.workers
         statuses = statuses_of(epochs.plan)
         gone_first = sorted(workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))

@@ -29,17 +29,17 @@ __all__ = ["WireError"]
 PROTOCOL_VERSION = 10
 
 MAX_HANDSHAKE = 4 << 10
-"""Bytes of one message before the other side has proved that it knows the secret."""
+"""Maximum bytes of one message before the other side has proved that it knows the secret."""
 MAX_TO_COORDINATOR = 16 << 20
-"""Bytes of one message of a member: a status, or the last plan presented to a new coordinator."""
+"""Maximum bytes of one message of a member: a status, or the last plan presented to a new coordinator."""
 MAX_TO_MEMBER = 64 << 20
-"""Bytes of one message to a member: a plan."""
+"""Maximum bytes of one message to a member: a plan."""
 MAX_ERROR = 2000
-"""Characters of an error's type and message."""
+"""Maximum characters of an error's type and message."""
 MAX_TRACEBACK = 16 << 10
-"""Characters of a traceback."""
+"""Maximum characters of a traceback."""
 MAX_TRIED = 4096
-"""Microbatches that a worker names as possible causes of its failure."""
+"""Maximum number of microbatches that a worker names as possible causes of its failure."""
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, tuple[Check, bool]]
@@ -269,7 +269,7 @@ def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
 
 
 class Decoder(connection.Decoder):
-    """Splits a byte stream into checked messages; ``schemas``, like ``limit``, may be changed between them."""
+    """Splits a byte stream into checked messages; ``schemas``, like ``limit``, may be changed between messages."""
 
     def __init__(self, limit: int, schemas: Mapping[str, Schema]) -> None:
         super().__init__(limit)
@@ -284,7 +284,7 @@ class Decoder(connection.Decoder):
 SECRET_FILE = "secret"
 """Name of the file in a launch's log folder with the secret that the launch generated."""
 MIN_SECRET = 16
-"""Bytes: shorter secrets can be guessed offline from one recorded handshake."""
+"""Minimum bytes of a secret: shorter secrets can be guessed offline from one recorded handshake."""
 
 
 class Secret:
@@ -305,7 +305,7 @@ class Secret:
         return connection.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
 
     def answer(self, challenge: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-        """Return a member's message ``auth`` for a ``challenge``, and the proof that the coordinator then owes."""
+        """Return a member's message ``auth`` for a ``challenge``, and the proof that the coordinator must send then."""
         nonces = challenge["nonce"], connection.nonce()
         auth = {"type": "auth", "nonce": nonces[1], "mac": self.mac("member", *nonces)}
         return auth, self.mac("coordinator", *nonces)

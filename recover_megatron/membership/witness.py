@@ -1,9 +1,9 @@
 """Witness outside of the launchers: it reports which nodes of the launch are off, so that no process runs there.
 
-A witness is the manager of the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It reports only ends,
-and an end is final. If it does not reach a node, that means nothing: the witness may be cut off, as this side may be.
-Its statements are used where the count of ``leadership`` and the lease give up: fewer than half are reached. These
-workers may ask for the lease if *no other worker can be running*, by ``alone``:
+A witness is the manager of the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It only reports nodes
+as off, which is final. If the witness does not reach a node, that proves nothing, because the witness may be cut off.
+Its statements let workers continue only if fewer than half of the workers are reached, so that ``leadership`` does not
+let the reached workers ask for the lease. They may ask then if *no other worker can be running*, by ``alone``:
 
 * every missing worker was started by a launcher of the launch (``JOINED_FROM``), and
 * each node of the launch is off, or is *here*: its launcher is reached, and all its workers are members, or gone.
@@ -12,15 +12,15 @@ Why no second side can continue then. Let B be the side that uses the witness, A
 members of A are those of the last epoch that B knows, and newcomers. Processes on a node that is off have ended.
 Processes on a node that is here are members of B, as its launcher reported after the testimony (``Witness.opened``), so
 they do not follow A any more. Newcomers of launchers that joined remain: they may run anywhere, unknown to B. So a side
-that has left out a worker that may be running takes such newcomers in only when the lease names this side, without the
-left-out workers (``Witness.lets_in``); and B needs the lease, which is refused to it then. A coordinator that took over
-cannot know which workers the previous one has left out: a newcomer of an earlier epoch is in nothing that its members
-present. So it, too, takes such newcomers in only when the lease names its side.
+that has left out a worker that may be running admits such newcomers only when the lease names this side, without the
+left-out workers (``Witness.lets_in``); then B, which needs the lease, is refused it. A coordinator that took over
+cannot know which workers the previous one has left out: its members may not know
+a newcomer of an earlier epoch. So this coordinator, too, admits such newcomers only when the lease names its side.
 
 A death that a witness reports never counts like one that a launcher has seen. *Gone* removes workers from the count of
-every side, and a member that reports a death presents what the dead worker followed. A witness presents nothing. If its
-deaths counted as gone: of five workers a side of three could continue, lose two with their node, and continue with the
-last one, while the others, informed of the two deaths, would be two of three.
+every side, and a member that reports a death presents what the dead worker followed. A witness presents nothing. If
+deaths that it reports counted as gone, a side of three of five workers could continue, lose two with their node, and
+continue with the last one, while the two other workers, informed of the two deaths, would be two of three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recover_megatron.membership.records import JOINED_FROM, Formed, WorkerId, W
 from recover_megatron.membership.roster import Fate, Roster
 
 ASK_SECONDS = 2.0
-"""Seconds between two questions."""
+"""Seconds between two questions to the witness."""
 
 
 def alone(
@@ -45,8 +45,8 @@ def alone(
 ) -> bool:
     """Return whether no worker except ``members`` can be running: see above.
 
-    ``nodes``: of the launch, by the names of their launchers. ``here``: workers that the reached launchers run. If a
-    reached node is reported off, the witness is not trusted.
+    ``nodes``, ``off``: nodes of the launch, and nodes reported off, by the names of their launchers. ``here``: reached
+    launcher -> workers that it runs. If a reached node is reported off, the witness is not trusted.
     """
     return (
         bool(off)
@@ -60,14 +60,14 @@ def alone(
 class Witness:
     """Statements of the witness to one coordinator, and their consequences.
 
-    ``nodes``: of the launch, by the names of their launchers; empty: it cannot be asked from here (by the candidate of
-    a launcher that joined). None: there is no witness, and all methods do nothing.
+    ``nodes``: nodes of the launch, by the names of their launchers; empty: this candidate cannot ask the witness,
+    because its launcher joined after the launch. None: there is no witness, and all methods do nothing.
     """
 
     def __init__(self, roster: Roster, out: Outbox, nodes: frozenset[str] | None) -> None:
         self.nodes = nodes
         self.off: frozenset[str] = frozenset()
-        """Nodes that are off."""
+        """Nodes that the witness has reported off."""
         self.took_over = False
         """True if another coordinator led before this one: it may have left out workers that are unknown here."""
         self._roster = roster
@@ -94,7 +94,7 @@ class Witness:
             self._out.do(AskWitness(nodes))
 
     def hear(self, testimony: Statement) -> frozenset[str]:
-        """Take in a statement. Return the nodes that are newly known to be off."""
+        """Record a statement. Return the nodes that are newly known to be off."""
         new = testimony.off & (self.nodes or frozenset()) - self.off
         self.off |= new
         if testimony.reason not in self._reasons and (new or not testimony.off) and testimony.reason:
@@ -105,7 +105,7 @@ class Witness:
         return new
 
     def waits(self, now: float) -> bool:
-        """Return whether members that may not continue wait for the witness, at most ``lost_timeout``."""
+        """Return whether members that may not continue must still wait for the witness (``lost_timeout`` at most)."""
         since = self._needed_since
         return bool(self.nodes) and (since is None or now <= since + self._roster.settings.lost_timeout)
 
@@ -116,13 +116,13 @@ class Witness:
     # -- consequences -------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """Note that a rendezvous is opened: launchers acknowledge it after all statements received by now."""
+        """Note that a rendezvous is opened, which launchers acknowledge later than all statements received so far."""
         self._off_at_opening = self.off
 
     def leaves_alone(self, members: Workers, missing: Workers, epoch: int | None) -> bool:
         """Return whether no worker except ``members`` can be running.
 
-        ``epoch``: of the rendezvous that launchers must have acknowledged to be here; None: there is none yet.
+        ``epoch``: rendezvous that a launcher must have acknowledged to count as reached; None: none is required.
         """
         if not self.nodes:
             return False
@@ -147,8 +147,9 @@ class Witness:
     def lets_in(self, number: WorkerId, formed: Formed) -> bool:
         """Return whether a worker may come into the next epoch: always, except for newcomers of launchers that joined.
 
-        They may not while a worker is left out (or may be, ``took_over``) that may be running without knowing of them,
-        unless that worker could not get the lease. ``formed``: the last epoch; its members are no newcomers.
+        Such a newcomer may not while a left-out worker (after ``took_over`` also an unknown one) may be running that
+        does not know of the newcomer, unless that worker could not get the lease. ``formed``: the
+        last epoch; its members are no newcomers.
         """
         return self.nodes is None or number < JOINED_FROM or number in formed.members or self._is_recorded
 
@@ -165,7 +166,7 @@ class Witness:
         return self.nodes is not None and not self._is_recorded
 
     def asks(self, claim: AskForLease) -> None:
-        """Note any claim for the lease: it may pass to these members."""
+        """Note a claim, to whose members the lease may pass."""
         self._asked[claim.term, claim.epoch] = claim.members
 
     def granted(self, claim: AskForLease) -> None:

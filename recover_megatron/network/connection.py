@@ -75,7 +75,7 @@ def _length(header: bytes | bytearray, limit: int) -> int:
 class Decoder:
     """Splits a byte stream into frames.
 
-    ``limit`` (bytes of a body) may be changed between frames: it applies to all whose length has not been read yet.
+    ``limit`` (bytes of a body) may be changed between frames: it applies to frames whose length has not been read yet.
     """
 
     def __init__(self, limit: int) -> None:
@@ -146,18 +146,18 @@ class Challenge:
         return mac(self.secret, "peer-store", "client", server_nonce, client_nonce).hex()
 
     def of_server(self, server_nonce: str, client_nonce: str) -> str:
-        """Return the server's answer to that."""
+        """Return the server's answer to a client's nonce."""
         return mac(self.secret, "peer-store", "server", server_nonce, client_nonce).hex()
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return IPv6 for an address with colons, and for a name that has no other; else IPv4."""
+    """Return IPv6 for an address with colons, and for a name that has only IPv6 addresses; else IPv4."""
     if ":" in host:
         return socket.AF_INET6
     try:
         found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return socket.AF_INET  # the caller's use of it raises the error
+        return socket.AF_INET  # using the host raises the error in the caller
     return socket.AF_INET6 if found == {socket.AF_INET6} else socket.AF_INET
 
 
@@ -179,7 +179,7 @@ def connect(address: str, timeout: float) -> socket.socket:
 HANDSHAKE_SECONDS = 5.0
 LONGEST_MESSAGE = 1 << 20
 POLL_SECONDS = 0.25
-"""Wait for an answer before ``patience`` is called."""
+"""Seconds without data after which ``patience`` is called."""
 
 _PATH_ERRORS = {
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES, errno.EPERM,
@@ -192,7 +192,7 @@ def is_path_error(error: OSError | None) -> bool:
 
 
 class Unreachable(ConnectionError):
-    """No process answers that knows the secret. ``unreachable``: the network path failed; the peer did not hang up."""
+    """No process that knows the secret answers. ``unreachable``: the network path failed, not the peer."""
 
     def __init__(self, text: str, *, unreachable: bool = False) -> None:
         super().__init__(text)
@@ -224,7 +224,7 @@ class Connection:
             raise
 
     def send(self, *messages: Mapping[str, Any]) -> None:
-        """Send all messages at once; from any thread, but not from two at a time."""
+        """Send all messages at once, from any thread, but only from one thread at a time."""
         data = b"".join(encode(message, LONGEST_MESSAGE) for message in messages)
         try:
             self._socket.sendall(data)
@@ -246,9 +246,9 @@ class Connection:
         return data
 
     def detach(self, message: Mapping[str, Any]) -> socket.socket:
-        """Return the blocking socket for another protocol, after this message has gone and has come back.
+        """Send ``message``, wait for its echo, and return the blocking socket, for use by another protocol.
 
-        Everything that follows it is still unread.
+        All data after the echo is still unread.
         """
         self.send(message)
         echo = encode(message, LONGEST_MESSAGE)
@@ -264,7 +264,7 @@ class Connection:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the other end was faster
+            return  # the other side has closed it already
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

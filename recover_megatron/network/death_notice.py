@@ -101,7 +101,7 @@ class _Page:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         locked = self._libc.pthread_mutex_trylock(self._mutex) == 0
         if locked:
-            self.holder = int(os.readlink("/proc/self"))  # in the launcher's pid namespace: its /proc was opened
+            self.holder = int(os.readlink("/proc/self"))  # pid in the launcher's namespace, whose /proc is used
             self.post()
         tried.set()
         if locked:
@@ -117,11 +117,11 @@ class _Page:
             pass
 
     def wait_given_up(self) -> bool:
-        """Wait for the end of the thread that holds the mutex; False: the mutex cannot report it."""
+        """Wait until the thread that holds the mutex ends. Return False if the mutex cannot report that."""
         return bool(self._libc.pthread_mutex_lock(self._mutex) == errno.EOWNERDEAD)
 
     def is_given_up(self, seconds: int) -> bool:
-        """Wait for it for at most ``seconds``."""
+        """Wait at most ``seconds`` for the end of the thread that holds the mutex. Return whether it was reported."""
         until = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)
         return bool(self._libc.pthread_mutex_timedlock(self._mutex, until) == errno.EOWNERDEAD)
 
@@ -143,7 +143,7 @@ def _new_page(name: str) -> tuple[_Page, int]:
 def lacking() -> str:
     """Return why deaths are known only by the pidfd on this host, as text; empty: robust mutexes report them.
 
-    Tested with a thread that ends while it holds one: a kernel may accept the call without any effect (gVisor).
+    The test is a thread that ends while it holds a mutex: a kernel may accept the calls without any effect (gVisor).
     """
     try:
         page, descriptor = _new_page("try")
@@ -195,7 +195,7 @@ class DeathWatch:
             self._page.wait_held()
             if self._closed:
                 return
-            with suppress(OSError, AttributeError):  # it has gone already; or there are no pidfds
+            with suppress(OSError, AttributeError):  # the process has ended already, or pidfds are missing
                 self._process = os.pidfd_open(self._page.holder)
             self.holder = self._page.holder
             if self._page.wait_given_up() and not self._closed:
@@ -222,11 +222,11 @@ class DeathWatch:
 
 
 _held: _Page | None = None
-"""Page of the launcher that watches this process."""
+"""Page that this process shares with its launcher; None: none."""
 
 
 def hold(environ: Mapping[str, str]) -> bool:
-    """Let this process's launcher detect its death at once, from now on. Return whether it will.
+    """Let the launcher detect the death of this process at once. Return whether the launcher will.
 
     A thread is started that sleeps until the process ends. Python's faulthandler is enabled if the script has not done
     so: its output on stderr reports a fatal signal to the launcher before a core is written.

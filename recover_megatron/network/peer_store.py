@@ -5,10 +5,10 @@
     server -> client   {"mac": proof}                     and   {"want": key}
     server -> client   {"key": key, "value": v}           as soon as it is set
     client -> server   {"fetch": [numbers]}
-    server -> client   {"bytes": n} and n bytes           the answer of its own worker's source; n = -1: none
+    server -> client   {"bytes": n} and n bytes           data of this worker (``source``); n = -1: none
     client -> server   {"stream": name}                   hands the connection over, see below
 
-A request is answered once it can be: no client polls over the network.
+A request is answered as soon as the value is set, so no client polls over the network.
 
 Streams are connections that the server accepts and hands over to other parts of the worker:
 
@@ -41,12 +41,12 @@ from recover_megatron.network.connection import HANDSHAKE_SECONDS, LONGEST_MESSA
 from recover_megatron.network.system import close_in_children
 
 MOST_WAITING = 4096
-"""Connections that were not taken yet; beyond that the oldest is closed for a newer one."""
+"""Maximum number of streams that wait to be taken; beyond that the oldest is closed for a newer one."""
 LOOK_SECONDS = 0.25
-"""Seconds between two checks of a waiting thread whether its wait must end."""
+"""Seconds between two calls of ``patience`` by a thread that waits for a stream."""
 
 Handler = Callable[[str, socket.socket], None]
-"""Receives a name and its connection, which it owns from then on; called in the server's thread: must be quick."""
+"""Receives a stream's name and connection, and owns the latter. Runs in the server's thread, so must be quick."""
 
 
 def open_stream(
@@ -122,7 +122,7 @@ MOST_UNPROVED = 256
 QUIET_SECONDS = 60.0
 """Seconds between two log lines about a store that cannot accept connections."""
 MOST_BYTES = 16 << 20
-"""Limit of the answer to one request (``fetch``)."""
+"""Maximum bytes of the answer to one ``fetch`` request."""
 Source = Callable[[Sequence[int]], bytes | None]
 """Returns this worker's data for some numbers; called in the server's thread. None: it does not have them."""
 KEPT_EPOCHS = 4
@@ -130,11 +130,11 @@ KEPT_EPOCHS = 4
 
 
 class PeerStoreServer:
-    """Serves until the process ends. ``host``: an address of this machine that the others can reach.
+    """Peer store of a worker; serves until the process ends. ``host``: address that the other workers can reach.
 
     A connection without proof of the secret may send ``LONGEST_BEFORE_PROOF`` bytes, within ``HANDSHAKE_SECONDS``. Of
-    more than ``MOST_UNPROVED`` such connections the oldest is dropped for a newer one, and all are if no descriptor is
-    left.
+    more than ``MOST_UNPROVED`` such connections the oldest is dropped for a newer one; if no descriptor is left, all of
+    them are dropped.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
@@ -153,7 +153,7 @@ class PeerStoreServer:
         threading.Thread(target=self._serve, name="recover-peer-store", daemon=True).start()
 
     def put(self, key: str, value: str, epoch: int | None = None) -> None:
-        """Set a value, from any thread, for present and later clients; drop one of an ``epoch`` some epochs later."""
+        """Set a value for present and later clients, from any thread. If it has an ``epoch``, it is dropped later."""
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 
     def close_in_child(self) -> None:
@@ -171,7 +171,7 @@ class PeerStoreServer:
         await server.serve_forever()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle asyncio's unassigned errors: no connection can be accepted. (asyncio tries again after a second.)"""
+        """Handle errors outside of any connection: none can be accepted. (asyncio tries again after a second.)"""
         error = context.get("exception")
         if isinstance(error, OSError):
             for writer in list(self._unproved):
@@ -191,8 +191,8 @@ class PeerStoreServer:
             self._drop(next(iter(self._unproved)))
         try:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, connection.WireError):
-                # Else an answer waits 40 ms for an acknowledgement: asyncio sets this only for sockets that know
-                # their protocol, and accepted ones do not.
+                # Without this an answer waits 40 ms for an acknowledgement. asyncio sets it only for sockets whose
+                # ``proto`` is TCP, and that of accepted sockets is not set.
                 writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if await asyncio.wait_for(self._authenticate(reader, writer), HANDSHAKE_SECONDS):
                     self._unproved.pop(writer, None)

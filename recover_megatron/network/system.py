@@ -1,8 +1,8 @@
 """Kernel interfaces of this host: dead connections, forks, and resource limits of the processes of a run.
 
-Silence (``Watch``): nothing is acknowledged any more, and no process is notified. A death closes connections, which is
-noticed at once. A broken cable, a wrong route or a filter between two healthy hosts closes nothing: TCP alone would try
-for a quarter of an hour. So one thread of the process looks at the connections that it was given:
+Silence (``Watch``): the other host acknowledges nothing any more. A death closes connections, which peers notice at
+once. A broken cable, a wrong route or a filter between two healthy hosts closes nothing: TCP alone would try
+for a quarter of an hour. So one thread of the process checks the connections passed to ``watch``:
 
     data is in flight, and for ``SECONDS`` the other kernel has acknowledged nothing --> shut: waiting threads are woken
     no data is in flight: the kernel asks (keepalive), and ends the connection itself
@@ -55,8 +55,8 @@ _PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # in ``struct tcp_info`` of linux/tcp.
 def unacknowledged(sock: socket.socket) -> float:
     """Return for how many seconds the other host's kernel has acknowledged nothing, while data waits for it.
 
-    Counted are packets in flight, or more than one unanswered window probe: without a route on this host nothing is in
-    flight, and a host whose process reads nothing answers each probe.
+    Data waits if packets are in flight, or more than one window probe is unanswered: without a route on this host
+    nothing is in flight. A host whose process reads nothing answers each probe.
     """
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     (unacked,) = struct.unpack_from("I", info, _UNACKED)
@@ -65,7 +65,7 @@ def unacknowledged(sock: socket.socket) -> float:
 
 
 def all_delivered(sock: socket.socket) -> bool:
-    """Return whether the other kernel has all written data, and all that it sent before has been read here."""
+    """Return whether the other kernel has received all written data, and all data that it sent was read here."""
     if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4):
         return False
     try:
@@ -117,7 +117,7 @@ def memory_file(name: str) -> int:
 
 
 LONGEST_FOLDER = 89
-"""Bytes: the socket's name in it has 18, and the kernel takes 107."""
+"""Maximum bytes of a folder for sockets: a socket's name adds 18, and the kernel accepts 107."""
 
 
 def keep_sockets(environ: Mapping[str, str]) -> None:
@@ -145,7 +145,8 @@ def share_by_lasting_socket() -> None:
     from multiprocessing.resource_sharer import _resource_sharer as sharer  # type: ignore[attr-defined]
 
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="pymp-") as folder:
-        os.stat(f"/proc/{os.getppid()}/fd/0")  # allowed if the parent is allowed the same of this process
+        # A test: if this process may look into its parent's /proc entry, the parent may look into this one's.
+        os.stat(f"/proc/{os.getppid()}/fd/0")
         within = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         file = f"/proc/self/fd/{within}/listener"  # short, whatever TMPDIR is: a socket's path has 107 bytes
         listener = Listener(file, authkey=multiprocessing.process.current_process().authkey, backlog=128)
@@ -172,8 +173,8 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 def control_groups(controller: str, table: Path, root: Path) -> Iterator[Path]:
     """Yield the folders of a process's control groups, and of their parents, each of which may have a limit.
 
-    ``table``: the process's own ``cgroup`` under /proc; ``root``: where they are mounted. A container has its own group
-    at ``root``, whatever ``table`` calls it; a batch job has one far below.
+    ``table``: the process's own ``cgroup`` under /proc; ``root``: where control groups are mounted. A container has its
+    own group at ``root``, whatever ``table`` calls it; a batch job has one far below.
     """
     lines = table.read_text().splitlines() if table.exists() else ["0::/"]
     for line in lines:
@@ -185,7 +186,7 @@ def control_groups(controller: str, table: Path, root: Path) -> Iterator[Path]:
 
 
 def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
-    """Return how many processes of this one's cgroup (which has its workers, too) the kernel's OOM killer has killed.
+    """Return how many processes in this process's cgroup, workers included, the kernel's OOM killer has killed.
 
     0 if that is unknown. ``table``: this process's cgroups; ``mounted``: where cgroups are.
     """
@@ -200,13 +201,13 @@ def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
 _XID_SECONDS = 60.0
 _MOST_RECORDS = 100_000
-"""Records of the kernel's log per read (some 0.1 s): hosts with many cores keep that many, and workers end seldom."""
+"""Maximum records of the kernel's log per read (some 0.1 s); the logs of hosts with many cores are that long."""
 
 
 class KernelLog:
     """Xid errors that NVIDIA's driver writes into the kernel's log from now on.
 
-    If that log cannot be read (most containers, kernel.dmesg_restrict) none is known.
+    If that log cannot be read (most containers, kernel.dmesg_restrict) no Xid is known.
     """
 
     def __init__(self, path: str = "/dev/kmsg") -> None:
@@ -229,7 +230,7 @@ class KernelLog:
         for _ in range(_MOST_RECORDS if self._log >= 0 else 0):
             try:
                 record = os.read(self._log, 8192)
-            except BrokenPipeError:  # the oldest were overwritten before they were read
+            except BrokenPipeError:  # the oldest records were overwritten before they were read
                 continue
             except OSError:  # no more at this time, or ever
                 return
@@ -276,7 +277,7 @@ def shared_memory() -> int:
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """Limit of processes and threads. ``remedy``: how to raise it, with {} for the required number."""
+    """Limit of processes and threads. ``how``: text on how to raise it, with {} for the required number."""
 
     name: str
     most: int
@@ -334,7 +335,7 @@ _collects: list[bool] = []
 
 
 def close_in_children(owner: Forked, lock: threading.Condition | None = None) -> None:
-    """Call ``owner.close_in_child`` in every process forked from now on, as long as ``owner`` lives.
+    """Call ``owner.close_in_child`` in every process forked from now on, as long as ``owner`` exists.
 
     ``lock``: held while this process forks, so that ``owner`` is consistent in the child. (The child must replace it.)
     """
@@ -380,7 +381,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 SECONDS = 5.0
 INTERVAL = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks of the connections."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, int(SECONDS) - 2))
 
 
@@ -393,7 +394,7 @@ class Watch:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._since: weakref.WeakKeyDictionary[socket.socket, float | None] = weakref.WeakKeyDictionary()
-        """Connection -> time since which it seems silent."""
+        """Connection -> time since which it seems silent; None: it does not."""
         self._silent: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
@@ -410,12 +411,12 @@ class Watch:
                 self._thread.start()
 
     def close_in_child(self) -> None:
-        """Reset: a forked process has no such thread, and does not watch its parent's connections."""
+        """Reset, because a forked process lacks the thread, and does not watch its parent's connections."""
         self._begin()
         close_in_children(self)
 
     def is_silent(self, sock: socket.socket) -> bool:
-        """Return whether it was shut because nothing was acknowledged."""
+        """Return whether ``sock`` was shut because its other host acknowledged nothing."""
         with self._lock:
             return sock in self._silent
 
@@ -428,7 +429,7 @@ class Watch:
             last = now
 
     def look(self, now: float, *, late: bool) -> None:
-        """Check all connections; ``late``: this process or its host did not run for a while: discard earlier looks."""
+        """Check all connections; ``late``: this process or its host did not run for a while: discard old results."""
         with self._lock:
             for sock, since in list(self._since.items()):
                 try:
@@ -440,7 +441,7 @@ class Watch:
                 if silent and now - (self._since[sock] or now) >= SECONDS:
                     del self._since[sock]
                     self._silent.add(sock)
-                    with contextlib.suppress(OSError):  # the other end was faster
+                    with contextlib.suppress(OSError):  # the other side has closed it already
                         sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -31,7 +31,7 @@ Event = dict[str, Any]
 
 
 class EventsFile:
-    """Writes events; several processes may write to one file. The disk neither stops nor ends them (``log_writer``)."""
+    """Writes events; several processes may write to one file. A failing disk does not block them (``log_writer``)."""
 
     def __init__(self, path: Path) -> None:
         """Append to ``path``, which is opened, and its folder created, with the first event."""
@@ -51,18 +51,19 @@ class EventsFile:
         self._file.settle()
 
     def close(self) -> None:
-        """Write the rest, as long as the disk takes it, and accept no more events."""
+        """Write the remaining events, as long as the disk accepts them, and accept no more events."""
         self._file.flush()
         self._file.close()
 
     def _open(self, path: Path) -> int:
         """Open the file to append to it; called in the writer's thread.
 
-        A writer that follows a lost one keeps the last ``start`` in the file: after a log rotation no other writer has
-        it. If the file cannot be read (no descriptor is left, it was moved), the event is written all the same.
+        A writer that replaces a lost one remembers the last ``start`` in the file, since after a log rotation no other
+        writer can repeat that event. If the file cannot be read (no descriptor is left, it was moved), the event is
+        written all the same.
         """
         descriptor = open_to_append(path)
-        if not self._file.head and stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device need not end
+        if not self._file.head and stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe may have no end
             with suppress(OSError), open(path, "rb") as file:
                 starts = [line for line in file if line.startswith(_START) and line_object(line)]
                 self._file.head = self._file.head or b"".join(starts[-1:])
@@ -70,7 +71,7 @@ class EventsFile:
 
 
 def line_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in ``line``, behind NUL bytes if there are any; None for a spoiled line."""
+    """Return the JSON object in ``line``, after any NUL bytes; None for a spoiled line."""
     try:
         value = json.loads(line[line.rfind(b"\0") + 1 :])
     except (ValueError, RecursionError):
@@ -81,8 +82,8 @@ def line_object(line: bytes) -> dict[str, Any] | None:
 def line_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield the number and the JSON object of each line; None for a spoiled line. Raises OSError.
 
-    The last line is left out silently if it has no end and no NUL byte: it is being written, or was cut. So is an empty
-    line, which terminated a complete line.
+    The last line is left out silently if it has no end and no NUL byte: it is being written, or was cut. An empty
+    line is left out, too: a writer added it after a complete line.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -112,7 +113,7 @@ def read_events(path: Path, spoiled: list[str] | None = None) -> Iterator[Event]
 def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[list[Event], list[Event], list[Event]]:
     """Return the events of a run's log folder: of workers, coordinators and chaos, each in order of time.
 
-    Those of a coordinator get ``file``, the name of its file. ``spoiled``: as in ``read_events``.
+    An event of a coordinator gets the field ``file``, the name of its file. ``spoiled``: as in ``read_events``.
     """
     coordinators = [
         {**event, "file": path.name}
@@ -130,7 +131,7 @@ def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[lis
 
 
 class Lines:
-    """JSON objects of a file with one on each line, continued from the last read."""
+    """Reader of a file with one JSON object per line; each call continues after the last line read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -26,7 +26,7 @@ from recover_megatron.run_log.events import line_object, line_objects
 
 STEPS_FILE = "steps.jsonl"
 NOT_SHOWN = "not shown"
-"""Part of each sentence on iterations that cannot be judged."""
+"""Text that is in each sentence about iterations that cannot be judged."""
 _BLOCK = 1 << 16
 """Bytes of a file that are read at a time."""
 
@@ -38,11 +38,11 @@ class StepRecord:
     loss: float | None
     """The logged loss over the whole batch, all digits; None if the step was skipped (loss scaling)."""
     grad_norm: float | None
-    """Before clipping; None if the step was skipped."""
+    """Gradient norm before clipping; None if the step was skipped."""
     consumed_samples: int
-    """Including this iteration."""
+    """Samples that the run has consumed, including this iteration."""
     epoch: int
-    """Generation of the membership that committed it."""
+    """Epoch (generation of the membership) in which the iteration was committed."""
     replicas: int
     """Number of replicas that counted microbatches."""
     seconds: float
@@ -50,11 +50,11 @@ class StepRecord:
     microbatches: Mapping[int, list[int]]
     """Replica id -> the ids j whose gradients this replica accumulated."""
     skipped: int = 0
-    """Number of iterations directly before it that were left out on purpose (--iterations-to-skip)."""
+    """Number of iterations directly before this one that were left out on purpose (--iterations-to-skip)."""
     skipped_samples: int | None = None
-    """Samples that these consumed; None if its writer does not know, and in files of older versions."""
+    """Samples that the skipped iterations consumed; None if unknown, and in files of older versions."""
     time: float | None = None
-    """Unix seconds at its end, by its writer's clock; None in files of older versions."""
+    """Unix seconds at the end of the iteration, by the writer's clock; None in files of older versions."""
     micro_batch_size: int | None = None
     """Micro batch size of the launch that ran the step; None in files of older versions."""
 
@@ -90,8 +90,8 @@ class StepRecord:
 def audit_problem(step: StepRecord) -> str | None:
     """Return the problem with the microbatches of a step, as text; None if each of 0..M-1 was counted exactly once.
 
-    M itself is not in the line: it is the number of ids, so a step that lost its last ids shows only against the
-    samples that it consumed (`violations`).
+    The line does not contain M, so M is taken from the highest id: whether the last ids are missing shows only in a
+    comparison with the consumed samples (`violations`).
     """
     counted = sorted(j for ids in step.microbatches.values() for j in ids)
     twice = sorted({a for a, b in pairwise(counted) if a == b})
@@ -122,7 +122,7 @@ def read_steps(path: Path, spoiled: dict[str, int] | None = None) -> Iterator[St
 
 
 class StepsFile:
-    """Writes steps.jsonl. No disk stops its caller (``log_writer``); a working one has the line after ``append``."""
+    """Writes steps.jsonl. A failing disk blocks no caller (``log_writer``); a working one has a line after `append`."""
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class StepsFile:
         may_write: Callable[[], bool] = lambda: True,
         since_epoch: int | None = None,
     ) -> None:
-        """Continue ``path`` before ``first_iteration``; None: after whatever a lost writer has left.
+        """Continue ``path`` with the line of ``first_iteration``; None: after the last line of a lost writer.
 
-        ``since_epoch``: the run itself rolled back, with this epoch. Lines of that epoch or a later one are those of
-        the repeated iterations, and are continued.
+        ``since_epoch``: the run rolled back without a restart, in this epoch. Lines of this epoch or a later one
+        belong to the repeated iterations, and are kept.
 
         ``may_write`` is called before each line, in the writer's thread, where it may wait: False drops the line.
 
-        Lines of an earlier run that reached ``first_iteration`` or further are superseded (it resumed from a
+        Lines of an earlier run that reached ``first_iteration`` or further are superseded (this run resumed from a
         checkpoint, or started again): the old file is kept as path.1, path.2, ..., and the new one begins with the
         lines that remain valid. A line that a writer left unfinished is cut off.
         """
@@ -150,7 +150,7 @@ class StepsFile:
         self._file = LogWriter(path, opening=self._open)
 
     def append(self, step: StepRecord) -> None:
-        """Add one line, unless the file has its iteration already."""
+        """Add one line, unless the file already had a line of this or a later iteration."""
         self.append_line(step.iteration, step.to_line())
 
     def append_line(self, iteration: int, line: bytes) -> None:
@@ -158,11 +158,11 @@ class StepsFile:
         self._file.settle()
 
     def flush(self) -> bool:
-        """Wait for the disk, for a bounded time. Return whether it has everything."""
+        """Wait for the disk, for a bounded time. Return whether all lines are written."""
         return self._file.flush()
 
     def close(self) -> None:
-        """Write the rest, as long as the disk takes it, and accept no more lines."""
+        """Write the remaining lines, as long as the disk accepts them, and accept no more lines."""
         self._file.flush()
         self._file.close()
 
@@ -204,9 +204,9 @@ def microbatches_per_iteration(steps: Sequence[StepRecord]) -> int:
 
 
 def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
-    """Return the micro batch size that most of the steps show that do not record theirs.
+    """Return the micro batch size that follows from most of the steps that do not record it.
 
-    None if none of them shows it (a single line, a bad run).
+    None if it follows from no step (a single line, a bad run).
     """
     sizes: Counter[int] = Counter()
     for before, step in pairwise(steps):
@@ -223,7 +223,7 @@ def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list
     """Return the problems, a sentence each, in the order of the iterations; empty: the invariant was kept.
 
     ``expected`` is M if it is known and constant. Without it M follows from the samples that an iteration consumed; for
-    the first line, which has nothing before it, from its own ids. Also checked: no iteration is left out.
+    the first line, which has no line before it, from its own ids. A missing iteration is a problem, too.
     """
     return list(_violations(steps, expected))
 
@@ -237,7 +237,7 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
         consumed = step.consumed_samples - before.consumed_samples
         if step.skipped_samples is not None:
             consumed -= step.skipped_samples
-        elif consumed % (1 + step.skipped) == 0:  # as many samples each, unless the batch grows
+        elif consumed % (1 + step.skipped) == 0:  # equally many in each iteration, unless the batch grows
             consumed //= 1 + step.skipped
         total = microbatches_per_iteration([step]) if expected is None else expected
         if (first := before.iteration + 1) <= (last := step.iteration - 1 - step.skipped):

@@ -5,7 +5,7 @@
     Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (proof sent, waits for the other one) -> OPEN
 
 A socket is closed only after the other side has closed it, or while it is not attached (see ``follower``). An abandoned
-one is kept, drained, and closed when its other end is.
+socket is kept, and drained until the other side closes it.
 
 The kernel reports the owner's death to the coordinator only when the last copy of the socket is closed. So a forked
 process (a data loader's worker) closes its copy right away, and a fork waits until no socket is being created.
@@ -102,7 +102,7 @@ class Client:
                 self._wake()
 
     def give_up(self, reason: MembershipError) -> None:
-        """Enter OUT for a reason that the owner knows, unless the core is out or this client is closed."""
+        """Put the core into OUT with the owner's ``reason``, unless the core is out or this client is closed."""
         with self.condition:
             if self.core.stage is not Stage.OUT and not self._closed:
                 self.core.give_up(reason)
@@ -110,7 +110,7 @@ class Client:
             self.condition.notify_all()
 
     def close(self, flush_seconds: float = 2.0) -> None:
-        """Send the queue, then end the thread. The socket stays open: it ends with the process."""
+        """Send the queue, then stop the thread. The socket stays open until the process exits."""
         until = time.monotonic() + flush_seconds
         with self.condition:
             while self._out and self._sock is not None and (left := until - time.monotonic()) > 0:
@@ -125,7 +125,7 @@ class Client:
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # whatever ended the thread, also an error in a callback: no wait may outlast it
+        finally:  # also after an error in a callback: no caller may wait for a thread that has ended
             self.give_up(MembershipError("the session's thread has failed; see the error that it printed"))
 
     def _serve(self) -> None:
@@ -138,8 +138,8 @@ class Client:
                     self._ready(key.fileobj, mask)
                 now = time.monotonic()
                 if now >= self.core.deadline and not self._closed:
-                    # This thread may not have run for long: read what has arrived before ``now`` before any
-                    # judgement that nothing has.
+                    # This thread may not have run for some time. Read everything that arrived before ``now``, so that
+                    # nothing is taken as missing by mistake.
                     for key, mask in self._selector.select(0):
                         self._ready(key.fileobj, mask)
                     self._carry_out(self.core.handle(Tick(), now))
@@ -237,7 +237,7 @@ class Client:
             raise wire.WireError(f"{message['type']} is not expected here")
 
     def _fail(self, reason: str, *, refused: bool = False) -> None:
-        """Drop a connection that the other side has ended or that could not be made."""
+        """Drop a connection that the other side has closed or that could not be established."""
         if self._state == "proving":
             self._rejections += 1
             reason = f"{reason} (during the proof of the secret: do all processes use the same one?)"
@@ -277,7 +277,7 @@ class Client:
                 self._fail(f"not a coordinator: {error}")
 
     def _without_known(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Remove from the added candidates this process's first addresses: it was started late."""
+        """Remove added candidates that are among the addresses with which this process, if late, was started."""
         if message["type"] == "candidates":
             message["added"] = [address for address in message["added"] if tuple(address) not in self._launched]
         return message
@@ -364,7 +364,7 @@ class OtherVersion(NoAnswer):
 class Observer:
     """Connection to the candidate at ``address``. All calls block, for at most ``timeout`` seconds each.
 
-    Raises ``NoAnswer``, and ``AuthenticationError`` if the secret is not that of the run.
+    Raises ``NoAnswer``, and ``AuthenticationError`` if the secret is not the run's secret.
     """
 
     def __init__(self, address: Address, secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
@@ -382,7 +382,7 @@ class Observer:
             raise
 
     def ask(self, drain: str | None = None) -> dict[str, Any]:
-        """Return the answer, a message ``view``; or ``stop``: the run has ended (or ends on this side of a partition).
+        """Return the answer: ``view``, or ``stop`` if the run has ended (or ends on this side of a partition).
 
         ``drain``: also request a drain of the node or host of that name; a candidate that does not lead forgets it.
         """
@@ -426,7 +426,7 @@ class Observer:
             self._sock.settimeout(self._timeout)
             self._sock.sendall(wire.encode(message, wire.MAX_HANDSHAKE))
         except OSError as error:
-            # Messages that it sent before it closed must still be read: perhaps the end of the run.
+            # Messages that the candidate sent before it closed must still be read: one may be ``stop``.
             if not isinstance(error, ConnectionError):
                 raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
 

@@ -1,13 +1,13 @@
 """Lease that decides which of two halves continues. Files on shared storage, each written once and never changed.
 
-    PATH.1   {"term", "epoch", "members"}   the first side that continued without others that may be running
-    PATH.2   ...                            the next one: a part of that side, under a coordinator of a later term
+    PATH.1   {"term", "epoch", "members"}   the first side that continued without workers that may be running
+    PATH.2   ...                            the next side: a part of the first, under a coordinator of a later term
 
-The last file names the holder. The lease passes by members, not by time: a claim needs one of the holder's members
-among those that have joined its rendezvous, and a term that is not lower (``may_take``). So a left-out worker stays
-out, and no process that was stopped for any time, or has a wrong clock, can take the lease back.
+The last file names the holder. The lease passes by members, not by time: a claim needs a term that is not lower, and
+one of the holder's members must have joined the claim's rendezvous (``may_take``). So a left-out worker stays out,
+and no process that was stopped for any time, or has a wrong clock, can take the lease back.
 
-Each later epoch that has newcomers takes it again (``is_due``): later they may be all that is left of that side.
+Each later epoch with newcomers takes the lease again (``is_due``), because later only these newcomers may be left.
 
 A file is written under a draft name and gets its name by ``link``, which succeeds on only one of all hosts: NFS,
 Lustre, GPFS and local file systems promise that, without locks. PATH must be used by this run only.
@@ -32,10 +32,10 @@ _MOST_HOLDERS = 10_000
 
 
 def may_take(holder: AskForLease | None, claim: AskForLease) -> bool:
-    """Return whether the lease passes from ``holder`` (None: there was none) to ``claim``.
+    """Return whether the lease may pass from ``holder`` (None: there was none) to ``claim``.
 
-    A member of both has joined under both terms, and a member only ever follows a higher term. So it follows the
-    claim's coordinator now, and the holder cannot commit anything without it.
+    A member of both has joined under both terms, and a member only ever follows a higher term. So this member
+    follows the claim's coordinator now, and the holder cannot commit anything without this member.
     """
     return holder is None or (claim.term >= holder.term and bool(claim.members & holder.members))
 
@@ -43,7 +43,7 @@ def may_take(holder: AskForLease | None, claim: AskForLease) -> bool:
 def is_due(holder: AskForLease | None, claim: AskForLease) -> bool:
     """Return whether the claim must take the lease.
 
-    A formed epoch does not, if there is no holder, or if the holder knows all of its members.
+    The claim of a formed epoch need not, if there is no holder, or if all of its members are the holder's, too.
     """
     return not claim.renew or (holder is not None and not claim.members <= holder.members)
 
@@ -67,7 +67,7 @@ def publish(path: Path, content: str) -> bool:
 
 
 class Lease:
-    """Asks for the lease in a separate thread, which calls ``report`` with the answers: storage may hang."""
+    """Asks for the lease in a separate thread, as storage may hang; the thread calls ``report`` with the answers."""
 
     def __init__(self, path: Path, report: Callable[[Verdict], None]) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class Lease:
         self._claim = None
 
     def close(self) -> None:
-        """End the thread when the storage lets it."""
+        """Stop the thread as soon as the storage has answered."""
         self._claim = None
         self._asked.put(False)
 
@@ -129,4 +129,4 @@ class Lease:
             else:
                 content = {"term": claim.term, "epoch": claim.epoch, "members": to_runs(claim.members)}
                 publish(place, json.dumps(content))  # it is read in the next round, whichever host has written it
-        raise ValueError("its files appear and disappear, or are too many")
+        raise ValueError("the files of the lease appear and disappear, or are too many")

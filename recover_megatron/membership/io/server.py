@@ -59,13 +59,13 @@ EventSink = Callable[[Mapping[str, Json]], None]
 
 HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
-"""Time that a closing connection has to send its queue."""
+"""Seconds that a closing connection has to send its queue."""
 MAX_BACKLOG = 128 << 20
-"""Bytes queued for one member that does not read; beyond that the connection is given up."""
+"""Bytes queued for one member that does not read; a longer queue drops the connection."""
 _MOST_READS = 64
 MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
-"""Number of logged events of each kind that unauthenticated peers cause; the rest is counted, and logged after the
-period."""
+"""Limits for events that unauthenticated peers cause: of each kind, this many are logged in a period of so many
+seconds. Further events are only counted, and their number is logged after the period."""
 
 
 class _Connection:
@@ -84,10 +84,10 @@ class _Connection:
 
 
 class CoordinatorServer:
-    """Serves one ``Coordinator`` on a bound, listening socket until it stops.
+    """Serves one ``Coordinator`` on a bound, listening socket until the coordinator stops.
 
-    ``log`` receives every event record (see docs/membership.md for the schema). ``lease``, ``witness``: set them before
-    serving; they report by ``post``.
+    ``log`` receives every event record (see docs/membership.md for the schema). ``lease``, ``witness``: the caller
+    sets them before ``serve_forever``; they report through ``post``.
     """
 
     def __init__(self, coordinator: Coordinator, listener: socket.socket, secret: Secret, log: EventSink) -> None:
@@ -96,12 +96,12 @@ class CoordinatorServer:
         self._secret = secret
         self._log = log
         self._strangers: dict[str, tuple[float, int]] = {}
-        """Kind of event caused by unauthenticated peers -> since when, and how many since then."""
+        """Kind of event that unauthenticated peers cause -> begin of its period, and number of events in the period."""
         self.lease: Lease | None = None
         self.witness: WitnessThread | None = None
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
-        self._unproved: dict[int, _Connection] = {}  # oldest first, as is _closing
+        self._unproved: dict[int, _Connection] = {}  # oldest first; so is _closing
         self._closing: dict[int, _Connection] = {}
         self._max_unproved = 1024 + 2 * len(coordinator.roster.workers)
         self._numbers = 0
@@ -130,8 +130,8 @@ class CoordinatorServer:
                 key.data(mask)
             now = time.monotonic()
             if now >= self.coordinator.deadline:
-                # This process may not have run for long: read what has arrived before ``now`` before any judgement
-                # that nothing has.
+                # This process may not have run for some time. Read everything that arrived before ``now``, so that
+                # nothing is taken as missing by mistake.
                 for key, mask in self._selector.select(0):
                     key.data(mask)
                 self._handle(Tick(), now)
@@ -230,7 +230,7 @@ class CoordinatorServer:
         self._drop(connection)
 
     def _log_limited(self, kind: str, **record: Json) -> None:
-        """Log an event that any peer can cause at a limited rate: a flood of bad connections must not fill the disk."""
+        """Log, at a limited rate, an event that any peer can cause: floods of connections must not fill the disk."""
         now = time.monotonic()
         start, count = self._strangers.get(kind, (now, 0))
         if now - start > PERIOD_SECONDS:
@@ -290,10 +290,10 @@ class CoordinatorServer:
             self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
 
     def _read_rest(self, number: WorkerId) -> None:
-        """Read everything that this worker has sent, before its launcher's report of its death closes its session.
+        """Read everything that a worker has sent, before its launcher's report of its death closes its session.
 
-        It may have reported why the run must end (``give_up``), or that its step is done. Both come from one host, so
-        the worker's messages have arrived before the report; but the two connections are read in any order.
+        The worker may have reported why the run must end (``give_up``), or a finished step. Worker and launcher are on
+        one host, so the worker's messages arrive first; but the two connections are read in any order.
         """
         worker = self.coordinator.roster.workers.get(number)
         for _ in range(_MOST_READS):
@@ -400,13 +400,13 @@ class CoordinatorServer:
 class Journal:
     """Event log for people: writes records to a file or stderr, one JSON object a line.
 
-    Adds ``time`` (wall clock) and ``mono`` (monotonic), in seconds. The disk neither stops nor terminates its caller
-    (``log_writer``).
+    Adds ``time`` (wall clock) and ``mono`` (monotonic), in seconds. A failing disk neither blocks nor terminates
+    the caller (``log_writer``).
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._needed: dict[str, bytes] = {}
-        """The last line of each event by which readers find the run."""
+        """Kind of event -> its last line, for the kinds that readers need to find the run."""
         self._file = LogWriter(
             path or Path("/dev/stderr"),
             lambda text: log.warning(f"coordinator: {text}"),
@@ -422,7 +422,7 @@ class Journal:
         self._file.put(line)
 
     def close(self) -> None:
-        """Write the rest, as long as the disk takes it."""
+        """Write the remaining lines, as long as the disk accepts them."""
         self._file.flush()
         self._file.close()
 

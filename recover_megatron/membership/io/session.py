@@ -39,7 +39,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE
 
 RevokeCallback = Callable[[int, str], None]
 EXCEPTION_REPORT_SECONDS = 2.0
-"""Maximum time for which an ending worker waits until a coordinator has received the reason."""
+"""Maximum seconds for which a worker that fails waits until a coordinator has received its exception report."""
 
 
 class Session:
@@ -68,11 +68,11 @@ class Session:
         on_revoke: RevokeCallback | None = None,
         newcomer: bool = False,
     ) -> Session:
-        """Start the session of ``worker`` and return at once; the first ``join`` waits for the others.
+        """Start the session of ``worker`` and return at once; the first ``join`` waits for the other workers.
 
-        ``addresses``: the candidate coordinators, in the same order for all. ``node_agent``: the node name under which
-        the worker's launcher runs a ``NodeAgent``; None: none. ``newcomer``: the worker was not launched with the run,
-        and its id was never used in it; no worker waits for it, and it receives nothing, before its ``join``.
+        ``addresses``: the candidate coordinators, in one order for all workers. ``node_agent``: the node name under
+        which the worker's launcher runs a ``NodeAgent``; None: it runs none. ``newcomer``: the worker was not launched
+        with the run, and its id is new; no worker waits for it, and it receives nothing, before its ``join``.
         """
         settings = settings or Settings()
         hello: dict[str, Json] = {
@@ -101,22 +101,22 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Number of that epoch, 0 before the first."""
+        """Number of the last epoch joined; 0 before the first."""
         return self._core.plan.epoch if self._core.plan is not None else 0
 
     @property
     def term(self) -> int:
-        """Term of the coordinator that formed that epoch: the same on all of its members."""
+        """Term of the coordinator that formed the last epoch joined; equal on all members of that epoch."""
         return self._core.presentation.formed.term
 
     @property
     def revoked(self) -> bool:
-        """True if that epoch is over. A plain attribute read: cheap enough for every step of a loop."""
+        """True if the last epoch joined is over, none was joined, or this worker is out. Cheap: takes no lock."""
         return self._core.revoked or self._core.out is not None
 
     @property
     def committed(self) -> int:
-        """The last iteration that this worker knows to be committed; others may not yet (see ``Plan.committed``)."""
+        """The last iteration that this worker knows to be committed; other workers may learn it later."""
         return self._core.committed
 
     @property
@@ -136,15 +136,15 @@ class Session:
 
     @property
     def aside(self) -> Workers:
-        """Live workers without which the run continues because they were late, as reported with the last revoke."""
+        """Live workers that were set aside as late, as reported with the last revoke. The run does without them."""
         return self._core.presentation.aside
 
     @property
     def opened_members(self) -> Workers:
         """Workers that the run counts on: members of the open rendezvous, else the members of ``plan``.
 
-        Empty before both. In a callback of ``on_revoke`` this (like ``dead`` and ``left``) is that of the reported
-        rendezvous, or a newer one: a worker in ``plan.members`` but not in here is missing.
+        Empty if neither exists. In a callback of ``on_revoke`` this set (like ``dead`` and ``left``) belongs to the
+        reported rendezvous, or a newer one: a worker of ``plan.members`` that is not in this set is missing.
         """
         opened, plan = self._core.presentation.opened, self._core.plan
         if opened is not None:
@@ -153,7 +153,7 @@ class Session:
 
     def on_revoke(self, callback: RevokeCallback) -> None:
         """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked (``epoch``: the next one),
-        and with epoch 0 when this worker is out. It must return soon, without waiting for the session."""
+        and with epoch 0 when this worker is out. The callback must return soon, without waiting for the session."""
         self._callbacks.append(callback)
 
     def check(self) -> None:
@@ -167,7 +167,7 @@ class Session:
     def mark(
         self, iteration: int, phase: str, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0
     ) -> None:
-        """Report progress: no system call, the next heartbeat carries the latest mark.
+        """Report progress. Makes no system call: the next heartbeat sends the latest mark.
 
         ``waiting``: from now on this worker waits for others (in a collective). ``allow``: seconds that this phase may
         take without another mark, in addition to the hang timeout (a checkpoint).
@@ -175,23 +175,23 @@ class Session:
         self._core.mark(iteration, phase[:256], microbatch, waiting, allow)
 
     def show(self, place: tuple[int, int, int] | None, goes_back: bool = False) -> None:
-        """Set the worker's place that the next marks carry: replica, position, quota; None: no place.
+        """Set the worker's place, which the next marks report: replica, position, quota; None: no place.
 
         ``goes_back``: the run could load a checkpoint or a snapshot if no live worker had its state.
         """
         self._core.place, self._core.goes_back = place, goes_back
 
     def show_loss(self, step: int, loss: float) -> None:
-        """Set the finished ``step`` and its loss that the next marks carry, for status and metrics."""
+        """Set the last finished ``step`` and its loss, which the next marks report, for status and metrics."""
         self._core.loss = step, loss
 
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.
 
-        Every member gets the same plan; its epoch may be revoked already. Apply the step of an iteration that this
-        worker reported done and ``plan.committed`` has reached. If the present epoch was not revoked, joining requests
-        a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``; ``ValueError`` for a status that is not JSON
-        or too long.
+        Every member gets the same plan; its epoch may be revoked already. The caller must then apply the step of each
+        iteration that this worker reported done, up to ``plan.committed``. If the present epoch was not revoked,
+        joining requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``; ``ValueError`` if the
+        status is too long or is not JSON.
         """
         encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)
         with self._client.condition:
@@ -208,7 +208,7 @@ class Session:
             return plan
 
     def ask(self, reason: str, peer: int | None = None) -> None:
-        """Request a new epoch without waiting: for a thread that has news while another one joins for this worker.
+        """Request a new epoch and return at once: for threads other than the one that calls ``join`` for this worker.
 
         ``peer``: the worker with which an operation failed, if that is the reason. Does nothing while an epoch is being
         formed, or no coordinator is reached (the next one opens an epoch). Raises ``Fenced`` or ``CoordinatorLost``.
@@ -218,16 +218,16 @@ class Session:
             self._client.call(self._core.ask, reason, peer)
 
     def note(self, text: str) -> None:
-        """Make the launcher record why this worker is in its present state (workers.json); empty: remove it.
+        """Make the launcher record in workers.json why this worker is in its present state; empty: remove the text.
 
-        Does not wait; harmless when already out.
+        Does not wait; does nothing if this worker is out.
         """
         self._say(self._core.note, text)
 
     def answer_drain(self, node: str, reason: str) -> None:
         """Send the decision of the last joined epoch about a node of ``PlanRequest.drain``.
 
-        ``reason``: why it is refused; empty: accepted. Does not wait; harmless when already out.
+        ``reason``: why the drain is refused; empty: accepted. Does not wait; does nothing if this worker is out.
         """
         self._say(self._core.answer_drain, node, reason)
 
@@ -242,7 +242,7 @@ class Session:
     def wait_committed(self, iteration: int, epoch: int | None = None) -> None:
         """Wait until ``iteration`` is committed. May raise as ``agree`` does.
 
-        ``epoch``: wait in this epoch only, for a thread next to which another one may join a newer epoch.
+        ``epoch``: also raise ``EpochRevoked`` once another thread has joined an epoch other than this one.
         """
         with self._client.condition:
             while self._core.committed < iteration:
@@ -253,7 +253,7 @@ class Session:
                 self._client.condition.wait()
 
     def agree(self, iteration: int) -> None:
-        """Report ``iteration`` done and wait until it is committed: all members of the epoch have reported it.
+        """Report ``iteration`` done and wait until it is committed, that is, all members of the epoch have reported it.
 
         Raises ``EpochRevoked`` if the epoch ends first (the next plan shows whether the iteration was committed),
         ``Fenced`` or ``CoordinatorLost`` if this worker is out.
@@ -262,9 +262,9 @@ class Session:
         self.wait_committed(iteration)
 
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Return when the coordinator has answered within the heartbeat timeout and the epoch continues: often at once.
+        """Wait until the coordinator's last answer is younger than the heartbeat timeout and the epoch continues.
 
-        Call it before actions forbidden for a process that was evicted while stopped or cut off. Raises
+        Call it before an action that a worker must not take if it was evicted while it was stopped or cut off. Raises
         ``EpochRevoked`` (unless ``in_epoch`` is False), ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
@@ -277,23 +277,24 @@ class Session:
                 self._client.condition.wait(self._core.settings.heartbeat_interval)
 
     def idle(self, vacant: bool = False) -> None:
-        """Report no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
+        """Report that this worker, a spare, has no part in the present epoch. Does not wait; valid until ``join``.
 
-        ``vacant``: no worker has a part in it, so nothing is committed there; all members of the epoch must report the
-        same.
+        ``vacant``: no worker has a part in the epoch, so nothing is committed in it; all of its members must report
+        this alike.
 
-        No commit waits for this worker, and it need not make marks, until a rendezvous is open (``wait_revoked``
-        returns): then it has as long to join as any other. When all with a part have left in order the run is finished:
-        ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises ``Fenced`` or ``CoordinatorLost``.
+        No commit waits for this worker, and it need not make marks, until a rendezvous opens (``wait_revoked``
+        returns); then it has the usual time to join. When all workers with a part have left in order, the run is
+        finished: calls raise ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises ``Fenced`` or
+        ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
             self._client.call(self._core.idle, vacant)
 
     def wait_revoked(self, timeout: float | None = None) -> bool:
-        """Wait until the present epoch is revoked (True, at once before the first), at most ``timeout`` seconds.
+        """Wait at most ``timeout`` seconds until the present epoch is revoked. Return whether it is.
 
-        False after the timeout. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
+        True at once before the first epoch. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
         with self._client.condition:
             self._client.condition.wait_for(lambda: self.revoked, timeout)
@@ -301,11 +302,11 @@ class Session:
             return self._core.revoked
 
     def wait_all_heard(self, epoch: int) -> None:
-        """Wait until all live members of ``epoch`` know of its end: their callbacks have returned.
+        """Wait until all live members of ``epoch`` know that it is over, and their callbacks have returned.
 
-        Members that this coordinator has evicted do not count: it may form the next epoch without them by then.
-        Requests a new epoch if this one continues. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out. Not
-        for the session's thread.
+        Members that the coordinator has evicted do not count: it may form the next epoch without them by then. If
+        ``epoch`` still continues, a new one is requested. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is
+        out. The session's thread must not call this.
         """
         with self._client.condition:
             if self.epoch == epoch and not self._core.revoked:
@@ -315,7 +316,7 @@ class Session:
                 self._client.condition.wait()
 
     def wait_lost(self, workers: Collection[int], timeout: float) -> bool:
-        """Wait until the run does not count on one of ``workers`` any more (True), at most ``timeout`` seconds.
+        """Wait at most ``timeout`` seconds until the run no longer counts on some of ``workers``; True if that is so.
 
         Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
@@ -330,8 +331,8 @@ class Session:
         """Request the end of the run for all, with exit code ``code`` (1 to 255); the first request wins.
 
         Does not wait: every member's next call raises ``CoordinatorLost(reason, code)``; the request is repeated if the
-        coordinator is lost. ``reason`` is cut to 2,000 characters. Harmless when already out. Raises ``ValueError`` for
-        another code.
+        coordinator is lost. ``reason`` is cut to 2,000 characters. Does nothing if this worker is out. Raises
+        ``ValueError`` for another code.
         """
         if not 1 <= code <= 255:
             raise ValueError(f"exit code {code} is not between 1 and 255")
@@ -351,10 +352,10 @@ class Session:
     ) -> bool:
         """Report the exception that ends this process, which exits next. Return whether a coordinator received it.
 
-        Waits for that, at most ``EXCEPTION_REPORT_SECONDS``. ``error``: the exception's type and message (cut to 2,000
+        Waits at most ``EXCEPTION_REPORT_SECONDS`` for that. ``error``: the exception's type and message (cut to 2,000
         characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. ``tried``: all
-        microbatches of the iteration that may have raised it, the last is ``microbatch``; none: the work of ``phase``.
-        ``own``: a fault of this worker's host or device. Reports of several replicas may end the run for all
+        microbatches of the iteration that may be the cause, with ``microbatch`` last; if empty, ``phase`` is the cause.
+        ``own``: it is a fault of this worker's host or device. Reports of several replicas may end the run for all
         (``ending``). Raises ``ValueError`` for a negative number.
         """
         if min(iteration, microbatch or 0, group) < 0:
@@ -416,9 +417,9 @@ def connect(
     """Open the session of this worker (``Session.connect``) from recover-run's environment variables.
 
     Also raise the limit of open files, and let the launcher remove multiprocessing's leftovers and detect this
-    process's death at once. ``addresses``: the candidates, instead of the environment's; the launcher is a node agent
-    with its own candidates only. Raises KeyError if the launcher gave no coordinator or no rank, ValueError for a
-    malformed address, SecretError without a usable secret.
+    process's death at once. ``addresses``: the candidates, in place of the environment's; if these differ, the session
+    has no node agent, because the launcher serves its own candidates only. Raises KeyError if the launcher gave no
+    coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
     """
     system.use_all_descriptors()
     system.keep_sockets(environ)

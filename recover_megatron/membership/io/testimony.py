@@ -1,6 +1,6 @@
 """Statements of SLURM's controller or Kubernetes' API server about nodes that are off; asked in a thread.
 
-Only an end counts that is irreversible and verified:
+A node or pod counts as off only if its end is irreversible and verified:
 
 * SLURM: a node is POWERED_DOWN: the site's program has cut its power, and had enough time for that. Not DOWN, FAIL or
   not responding (``DOWN*``): its processes continue until they are killed there.
@@ -35,9 +35,9 @@ from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SLURM, KUBERNETES = "slurm", "kubernetes"
 ASK_SECONDS = 5.0
-"""Time limit for an answer."""
+"""Seconds within which the witness must answer."""
 MOST_BYTES = 8 << 20
-"""Size limit of an answer."""
+"""Maximum bytes of the witness's answer."""
 _AT_ONCE = 500  # nodes of one scontrol call: a command line must stay below 128 KiB
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _POD = re.compile(r"([a-z0-9][a-z0-9-]{0,62})/([a-z0-9][a-z0-9.-]{0,252})/([A-Za-z0-9-]{1,64})")
@@ -60,7 +60,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Scope:
-    """Data about a run's witness that its candidates need."""
+    """Data that the candidates of a run need to ask its witness."""
 
     kind: str
     """SLURM or KUBERNETES."""
@@ -86,7 +86,7 @@ class Scope:
 def slurm_states(output: str) -> dict[str, frozenset[str]]:
     """Return the states of each node in the output of ``scontrol --oneliner show node``: ``DOWN*+POWERED_DOWN`` is two.
 
-    Flags behind a state are removed. An ambiguous line is left out.
+    A flag after a state (``*``) is removed. A line without exactly one name and one state is left out.
     """
     found = {}
     for line in output.splitlines():
@@ -98,7 +98,7 @@ def slurm_states(output: str) -> dict[str, frozenset[str]]:
 
 
 def is_powered_off(states: frozenset[str]) -> bool:
-    """Return whether certainly no process runs on such a node."""
+    """Return whether certainly no process runs on a node with these states."""
     return "POWERED_DOWN" in states and states.isdisjoint({"POWERING_DOWN", "POWERING_UP", "POWER_UP"})
 
 
@@ -124,10 +124,10 @@ class Slurm:
 
 
 def _output(command: list[str], until: float) -> str:
-    """Return a command's output about nodes. It ends by ``until``, or is killed.
+    """Return a command's output about nodes. The command is killed if it runs beyond ``until`` (monotonic seconds).
 
-    Raises NoAnswer if the output has no nodes. The exit code is ignored: a launcher waits for all of its children, so
-    it may have reaped this one.
+    Raises NoAnswer if the command cannot run, is too slow, or prints no nodes. The exit code is ignored, because a
+    launcher waits for all of its children and may have reaped the command.
     """
     hidden = (SECRET_VARIABLE, SECRET_FILE_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"LC_ALL": "C"}
@@ -160,7 +160,7 @@ def _output(command: list[str], until: float) -> str:
 
 
 def _read(descriptor: int, until: float, what: str) -> str:
-    """Return everything up to the end of file. Raises NoAnswer if that takes too long or is too much."""
+    """Return everything up to the end of file. Raises NoAnswer after ``until``, or for more than ``MOST_BYTES``."""
     output = bytearray()
     while (left := until - time.monotonic()) > 0:
         if not select.select([descriptor], [], [], left)[0]:
@@ -178,7 +178,7 @@ def _read(descriptor: int, until: float, what: str) -> str:
 
 
 def pod_has_ended(pod: Any, uid: str) -> bool | None:
-    """Return whether the kubelet of the pod's node has seen all of its containers end; None: this is not the pod."""
+    """Return whether the kubelet of the pod's node has seen all containers end; None: another or a malformed pod."""
     try:
         if pod["metadata"]["uid"] != uid:
             return None
@@ -189,7 +189,7 @@ def pod_has_ended(pod: Any, uid: str) -> bool | None:
         ends = [container["state"].get("terminated") for container in seen]
     except (KeyError, TypeError, AttributeError):
         return None
-    unknown = "ContainerStatusUnknown"  # no kubelet has seen its end
+    unknown = "ContainerStatusUnknown"  # no kubelet has seen the container end
     return len(ends) == len(containers) > 0 and all(end and end.get("reason") != unknown for end in ends)
 
 
@@ -211,7 +211,7 @@ class Pods:
         self._account = account
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """Return the answer as in ``Source.look``; of many pods perhaps only a part, others at each call."""
+        """Return the result as ``Source.look``. If time runs out, a random part of the places is in it."""
         until = time.monotonic() + ASK_SECONDS
         found: dict[str, bool] = {}
         ask = self._opener()
@@ -229,7 +229,7 @@ class Pods:
         return found
 
     def _opener(self) -> Callable[[str, float], Any]:
-        """Return a function that requests a path (None: missing object). The token may change each time."""
+        """Return a function that requests a path (result None: no such object). Reads the token, which may change."""
         server = self._server or _server_of(os.environ)
         try:
             token = (self._account / "token").read_text().strip()
@@ -280,15 +280,15 @@ SOURCES: Mapping[str, Callable[[], Source]] = {SLURM: Slurm, KUBERNETES: Pods}
 
 
 class WitnessThread:
-    """Asks the witness in a separate thread, which calls ``report`` for news and if there is no answer."""
+    """Asks the witness in a separate thread, which calls ``report`` when nodes are off or answers stop."""
 
     def __init__(self, scope: Scope, report: Callable[[Statement], None], source: Source | None = None) -> None:
-        """Start the thread; ``source``: default is the one of the scope's kind."""
+        """Start the thread; ``source``: by default the source of the scope's kind."""
         self._scope = scope
         self._source = SOURCES[scope.kind]() if source is None else source
         self._report = report
         self._asked: queue.SimpleQueue[frozenset[str]] = queue.SimpleQueue()
-        self._failing = False  # and that was reported
+        self._failing = False  # the witness does not answer, which was reported
         threading.Thread(target=self._run, daemon=True, name="recover-witness").start()
 
     def ask(self, nodes: frozenset[str]) -> None:

@@ -6,15 +6,15 @@
        |  does not lead         |         connection lost, silent    |
        '------------------------'------------------------------------'
 
-SEEKING     dials the candidates in turn, beginning after the one it lost.
-ATTACHED    has presented what it follows and holds to a candidate that does not lead (yet).
+SEEKING     dials the candidates in turn, beginning after the candidate that it lost.
+ATTACHED    has presented its knowledge (``Presentation``) to a candidate that does not lead (yet).
 FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of a lower term are never obeyed.
-            ``lead`` only announces the leader: the rendezvous follows when all have presented what they hold.
+            ``lead`` only announces the leader: the rendezvous opens when all members have attached.
 OUT         final; ``out`` has the reason.
 
-A worker is a ``Member``, a launcher a ``NodeAgentClient``: these send the reports. A connection is given up only with
-``Abandon`` (a message first, no close): if the kernel closes a session, the process has ended, and the partition rule
-relies on that.
+A worker is a ``Member``, a launcher a ``NodeAgentClient``; these send the reports. A connection is given up only with
+``Abandon`` (a message, and no close), because a session that the kernel closes means that the process has ended. The
+partition rule relies on that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Stage(Enum):
 class Follower:
     """Finds and follows the coordinator. ``hello``: the fields of the attach message that identify this process.
 
-    ``late``: it attaches to a run that has begun, so any candidate may lead, and the first one may be a fresh standby.
+    ``late``: this process attaches to a run that has begun: any candidate may lead, the first may be a fresh standby.
     """
 
     beat: Mapping[str, Any] = {"type": "beat"}
@@ -79,12 +79,12 @@ class Follower:
         self.out: MembershipError | None = None
         self.presentation = Presentation()
         self.last_epoch = 0
-        """The last epoch of a run that has stopped, as its coordinator reported."""
+        """The last epoch of a run that has stopped, as its coordinator reported; 0: none."""
         self.deadline = now
         self._hello = dict(hello)
         self._launched = candidates  # number of candidates of the launch; added ones follow them
         self._added: tuple[tuple[str, int], ...] = ()
-        self.candidate = -1  # the last one dialed
+        self.candidate = -1  # index of the last candidate dialed
         self._connected = False
         self._heard = now
         self._beat_at = now
@@ -94,16 +94,16 @@ class Follower:
         self._asked = deque[float]()  # send times of unanswered beats
         self._answered = -math.inf  # send time of the last answered beat
         self._silent = False  # the last coordinator was left because it was silent, not because the connection ended
-        self._accepted = False  # by the host of the last candidate dialed
+        self._accepted = False  # the host of the last dialed candidate has accepted
         self._mute: set[int] = set()  # candidates whose host has accepted a connection, but that sent nothing
         self._complaint = "no candidate was tried"
         self._effects: list[MemberEffect] = []
 
     def in_touch(self, now: float, *, in_epoch: bool = True) -> bool:
-        """Return whether the coordinator cannot have given this member up for its silence yet.
+        """Return whether the coordinator cannot yet have evicted this member for silence.
 
-        The time counts from the sending of the answered message: answers may lie in the socket of a stopped process.
-        ``in_epoch``: only the coordinator that formed the present epoch counts.
+        The time counts from the sending of the last answered message, because answers may lie unread in the socket of
+        a stopped process. ``in_epoch``: only answers of the coordinator that formed the present epoch count.
         """
         if self.stage is not Stage.FOLLOWING or (in_epoch and self.presentation.term != self.presentation.formed.term):
             return False
@@ -119,7 +119,7 @@ class Follower:
                 self._accepted = True
                 self._mute.add(self.candidate)
                 if self._candidates == 1:
-                    self._move_at = None  # there is no other candidate: it has this connection when it wakes up
+                    self._move_at = None  # no other candidate: wait until this one wakes up
             case Connected():
                 self._connected, self._failures = True, 0
                 self._mute.discard(self.candidate)
@@ -145,7 +145,7 @@ class Follower:
         return self._effects
 
     def _excuse(self, pause: float, now: float) -> None:
-        """Exclude a pause of this process from the coordinator's silence and from its own deadlines."""
+        """Exclude a pause of this process from the coordinator's silence and from this member's deadlines."""
         self._alone_since += pause
         self._heard = min(now, self._heard + pause)
         if self._move_at is not None:
@@ -161,7 +161,7 @@ class Follower:
 
     @property
     def _first(self) -> bool:
-        """True for the candidate that normally leads at the start of a run."""
+        """True while a run starts and the last candidate dialed is the one that normally leads first."""
         return not self._late and self.presentation.term == 0 and self.candidate == 0
 
     @property
@@ -205,7 +205,7 @@ class Follower:
                 self._mute.discard(self.candidate)
             self._accepted = False
             self.candidate = (self.candidate + 1) % self._candidates
-            # Time for a host that does not answer. At the start of a run the process may still be starting.
+            # Wait for a host that does not answer: at the start of a run the candidate may still be starting.
             slow = self.settings.start_timeout / 20 if self._first else 0.0
             self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
             self._effects.append(Dial(self.candidate))
@@ -240,7 +240,7 @@ class Follower:
             case "refused":
                 self._complaint = message["reason"]
                 self._effects.append(Hangup())
-                self._failures = self._candidates - 1  # pause before the next
+                self._failures = self._candidates - 1  # pause before the next attempt
                 self._seek(now)
             case "fenced":
                 self._leave_with(Fenced(message["reason"]))
@@ -274,7 +274,7 @@ class Follower:
         return self._launched + len(self._added)
 
     def _set_candidates(self, added: tuple[tuple[str, int], ...]) -> None:
-        """Set the candidates that joined, as the coordinator lists them; the order of tries stays."""
+        """Set the candidates that joined, as the coordinator lists them; keep the place in the order of tries."""
         if self.candidate >= self._launched:
             current = self._added[self.candidate - self._launched]
             place = added.index(current) if current in added else len(added) - 1
@@ -283,7 +283,7 @@ class Follower:
         self._effects.append(Look(added))
 
     def _reached(self, now: float) -> None:
-        """Note that a candidate is reached that may lead later. A hook for subclasses."""
+        """Note that this member has reached a candidate that may lead later. A hook for subclasses."""
 
     def _is_open(self, message: Mapping[str, Any]) -> bool:
         opened = self.presentation.opened
@@ -313,13 +313,13 @@ class Follower:
         """Handle an opened rendezvous. A hook for subclasses."""
 
     def _planned(self, message: Mapping[str, Any]) -> None:
-        """Handle its plan. A hook for subclasses."""
+        """Handle the plan of a rendezvous. A hook for subclasses."""
 
     def late_message(self, message: Mapping[str, Any]) -> None:
-        """Handle a message that a just abandoned coordinator had sent before it could notice. A hook for subclasses."""
+        """Handle a message that a just abandoned coordinator had sent before. A hook for subclasses."""
 
     def _report(self, message: Mapping[str, Any], *, may: bool | None = None) -> list[MemberEffect]:
-        """Send a message of the owner if it ``may`` be sent; None: if a coordinator is connected."""
+        """Send a message of the owner if ``may`` is True; None: if a candidate is connected."""
         self._effects = []
         if self._connected if may is None else may:
             self._say(message)
@@ -329,7 +329,7 @@ class Follower:
         self._effects.append(Say(message))
 
     def give_up(self, reason: MembershipError) -> list[MemberEffect]:
-        """Enter OUT for a reason that the owner knows."""
+        """Enter OUT with the owner's ``reason``."""
         self._effects = []
         self._leave_with(reason)
         return self._effects

@@ -6,8 +6,8 @@
                                     | join: sends complain '---'                         | revoke: the epoch is over
                                     '----------------------------------------------------'
 
-It presents its reports (``done``, ``idle``) to every new coordinator. It also repeats that the run must end, and which
-exception ends the worker, until a coordinator has received it.
+A worker presents its reports (``done``, ``idle``) to every new coordinator. It also repeats its request to end the run,
+and its exception report, until a coordinator has received it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Member(Follower):
     """A worker's side of the protocol.
 
     A newcomer (flag ``newcomer`` of ``hello``) dials no candidate before its first ``join``: it gets ready while the
-    run continues without it, and the others wait for it once it attaches. If it reaches no candidate it gives up sooner
-    than a worker of the launch would, since that run is over.
+    run continues without it, and the other workers wait for it once it attaches. If it reaches no candidate, it
+    gives up sooner than a worker of the launch, since the run is over then.
     """
 
     def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
@@ -36,20 +36,20 @@ class Member(Follower):
         self.plan: Plan | None = None
         self.done = 0
         self.place: tuple[int, int, int] | None = None
-        """Replica, position and quota, which marks carry."""
+        """Replica, position and quota, sent with each mark; None: no place."""
         self.goes_back = False
-        """True if lost state could be loaded from a checkpoint or a snapshot; marks carry it."""
+        """True if lost state could be loaded from a checkpoint or a snapshot; sent with each mark."""
         self.loss: tuple[int, float] | None = None
-        """The last finished step with its loss, which marks carry."""
+        """The last finished step and its loss, sent with each mark; None: none."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
         """True once a coordinator has received the exception report."""
         self.idle_in = 0
         """The last epoch in which this member has no part; 0: none."""
         self.vacant = False
-        """True if no member has a part in that epoch."""
+        """True if no member has a part in epoch ``idle_in``."""
         self.all_heard = 0
-        """No live worker uses results of an epoch before this one any more."""
+        """Number of an epoch: no live worker uses results of an earlier epoch any more."""
         self._end_request: dict[str, Any] | None = None
         self._exception: dict[str, Any] | None = None
         self._status: tuple[Json] | None = None
@@ -81,7 +81,7 @@ class Member(Follower):
         self.beat = beat
 
     def join(self, status: Json, reason: str) -> list[MemberEffect]:
-        """Ask for a place in the next epoch; valid through all restarts of the rendezvous until a plan comes."""
+        """Ask for a place in the next epoch; valid, through all restarts of the rendezvous, until a plan arrives."""
         self._status = (status,)
         if self._asleep:
             self.deadline = -math.inf
@@ -114,9 +114,9 @@ class Member(Follower):
         return self._report({"type": "heard", "epoch": epoch, "term": term}, may=following)
 
     def idle(self, vacant: bool = False) -> list[MemberEffect]:
-        """Report no part in the epoch of ``plan``; ``vacant``: no member has a part.
+        """Report that this worker has no part in the epoch of ``plan``; ``vacant``: no member has a part.
 
-        It holds for that epoch only, and is repeated to every coordinator.
+        The report is valid for that epoch only, and is repeated to every coordinator.
         """
         if self.plan is None or self.idle_in == self.plan.epoch:
             return []
@@ -175,7 +175,7 @@ class Member(Follower):
             super()._tick(now)
 
     def leave(self) -> list[MemberEffect]:
-        # With the last epoch without a part: ``idle`` is ignored while the next one is being formed.
+        # ``bye`` repeats the idle report, because ``idle`` is ignored while the next epoch is being formed.
         bye = {"type": "bye", "idle": self.idle_in} if self.idle_in else {"type": "bye"}
         self._effects = [Say(bye)] if self._connected else []
         self.stage = Stage.OUT

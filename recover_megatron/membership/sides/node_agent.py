@@ -36,16 +36,16 @@ class NodeAgentClient(Follower):
         """Workers that were in any plan."""
         self._running: set[WorkerId] = set()
         self.condemned: Workers = frozenset()
-        """Workers of this node or others that must be killed, as far as this launcher knows."""
+        """Evicted workers, on any node, that must be killed, as far as this launcher knows."""
         self.ends: dict[WorkerId, str] = {}
-        """Workers whose end was reported -> how they ended."""
+        """Worker whose end was reported -> how it ended."""
         self._stopping = 0
         self._own: tuple[str, int] | None = None  # this launcher's candidate, if added after the launch
         self.attached = False
         """True once a candidate has proved that it belongs to this run."""
-        self._unanswered = 0  # beats
+        self._unanswered = 0  # number of beats without an answer
         self._unanswered_dial: int | None = None
-        self._refused: dict[int, float] = {}  # candidate -> since when
+        self._refused: dict[int, float] = {}  # candidate -> time since which its host refuses connections
 
     def stopping(self, signal: int) -> list[MemberEffect]:
         """Report that a signal ordered this launcher to stop its workers; repeated to every later coordinator."""
@@ -69,7 +69,7 @@ class NodeAgentClient(Follower):
         return self._report({"type": "spawned", "worker": worker, "pid": pid})
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
-        """Apply one event, as in ``Follower``; repeat the seen deaths to each new coordinator."""
+        """Apply one event, as in ``Follower``; repeat all earlier reports to each new coordinator."""
         tried = self.candidate
         effects = super().handle(event, now)
         if isinstance(event, (Accepted, Lost)):
@@ -90,7 +90,7 @@ class NodeAgentClient(Follower):
         return effects
 
     def _tried(self, candidate: int, refused: float | None) -> None:
-        """Record an attempt; ``refused``: time of the answer that no process listens there, else None."""
+        """Record an attempt; ``refused``: time at which the host answered that no process listens, else None."""
         self._unanswered_dial = None
         if refused is None:
             self._refused.pop(candidate, None)
@@ -99,7 +99,7 @@ class NodeAgentClient(Follower):
 
     @property
     def all_refused_since(self) -> float:
-        """Time since which all candidates' hosts have answered that no process listens there; inf: not all do."""
+        """Time since which the hosts of all candidates answer that no process listens; infinite: some host does not."""
         return max(self._refused.get(candidate, math.inf) for candidate in range(self._candidates))
 
     def _attach_message(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class NodeAgentClient(Follower):
 
     @property
     def up_to_date(self) -> bool:
-        """True if a coordinator is reached, and everything it sent before it received the last beat has arrived."""
+        """True if a coordinator is reached, and all messages that it sent before the last answer have arrived."""
         return self._connected and self._unanswered <= 0
 
     def ask(self) -> list[MemberEffect]:
@@ -125,7 +125,7 @@ class NodeAgentClient(Follower):
         super()._on(message, now)
 
     def late_message(self, message: Mapping[str, Any]) -> None:
-        """Adopt a revoke of the abandoned coordinator, which may count on it (``Rendezvous._acknowledged``)."""
+        """Adopt a revoke of the abandoned coordinator, which may rely on that (``Rendezvous._acknowledged``)."""
         if message["type"] == "revoke" and message["term"] >= self.presentation.term:
             self.presentation.term = message["term"]
             self._opened(message)
@@ -142,35 +142,35 @@ class Orders(Protocol):
     """Orders of the coordinator to a launcher."""
 
     def evict(self, worker: WorkerId, reason: str) -> None:
-        """Kill the complete process group of ``worker``, of this node, then report ``ended``; may be repeated."""
+        """Kill the complete process group of this node's ``worker``, then report ``ended``; may be repeated."""
 
     def epoch_wanted(self) -> None:
-        """A rendezvous was opened: workers may be ``missing``."""
+        """Note that a rendezvous was opened, in which workers may be ``missing``."""
 
     def noted(self, worker: WorkerId, text: str) -> None:
-        """A note of ``worker``, of this node, for the log."""
+        """Log a note of this node's ``worker``."""
 
     def draining(self, stays: bool) -> None:
-        """Start no more workers: this node's workers leave; may be repeated. ``stays``: they stay after all."""
+        """Start no more workers, because the node is drained; may be repeated. ``stays``: the drain was refused."""
 
 
 class NodeAgentEvents(Orders, Protocol):
     """Callbacks of a launcher's session. They run in the session's thread, so they must be quick."""
 
     def said(self, text: str) -> None:
-        """A text of the coordinator for the console."""
+        """Print a text of the coordinator on the console."""
 
     def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
-        """Settings for a candidate here: number of workers of the launch, lease (None: none) and its slack.
+        """Receive settings for a candidate on this node: number of launched workers, lease (None: none), its slack.
 
         ``witnessed``: whether the run has a witness.  Repeated by each new coordinator.
         """
 
 
 class NodeAgent:
-    """Session of one node's launcher. While it is not silent, a silent worker of its node is not considered dead.
+    """Session of one node's launcher. While the launcher is not silent, its silent workers are not considered dead.
 
-    The coordinator relies on its reports: report ``ended`` only for a process that executes no user code any more,
+    The coordinator relies on the reports: report ``ended`` only for a process that executes no user code any more,
     since it has ended or SIGKILL has been sent to all of its threads (docs/membership.md).
     """
 
@@ -198,7 +198,7 @@ class NodeAgent:
 
     @property
     def connected_to(self) -> Address | None:
-        """The candidate that it dialed last; None: none yet."""
+        """Address of the candidate dialed last; None: none yet."""
         with self._client.condition:
             return self._client.addresses[self._core.candidate] if self._core.candidate >= 0 else None
 
@@ -229,13 +229,13 @@ class NodeAgent:
 
     @property
     def had_all(self) -> bool:
-        """True if all workers of the last plan were this launcher's, and have ended: no others continue the run."""
+        """True if all workers of the last plan were this launcher's, and have ended, so no worker continues."""
         with self._client.condition:
             formed = self._core.presentation.formed
             return formed.epoch > 0 and formed.members <= self._core.ends.keys()
 
     def missing(self, world: int) -> Workers:
-        """Return workers below ``world`` that the open rendezvous does without, except those that left in order."""
+        """Return launched workers (below ``world``) that are not in the open rendezvous and have not left in order."""
         with self._client.condition:
             opened, left = self._core.presentation.opened, self._core.presentation.left
             return first_workers(world) - opened.members - left if opened is not None else frozenset()
@@ -253,7 +253,7 @@ class NodeAgent:
 
     @property
     def refused_seconds(self) -> float:
-        """Seconds for which all candidates' hosts have answered that no process listens there; 0: not all do."""
+        """Seconds for which the hosts of all candidates have answered that no process listens; 0: not all have."""
         with self._client.condition:
             return max(0.0, time.monotonic() - self._core.all_refused_since)
 
@@ -286,7 +286,7 @@ class NodeAgent:
         self._client.call(self._core.ended, worker, how[:256])
 
     def run_over(self, code: int, what: str) -> None:
-        """Record that a candidate here has led the run to its end (``what``): no other process would report it."""
+        """Record the end (``what``) of a run led by a candidate on this node, since no other process may report it."""
         self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, told=True))
 
     def catch_up(self, timeout: float | None = None) -> None:
@@ -296,7 +296,7 @@ class NodeAgent:
             self._client.condition.wait_for(lambda: self._core.out is not None or self._core.up_to_date, timeout)
 
     def wait_out(self, timeout: float | None = None) -> MembershipError | None:
-        """Wait until ``out`` is known, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds until ``out`` is known. Return it; None after the timeout."""
         with self._client.condition:
             self._client.condition.wait_for(lambda: self._core.out is not None, timeout)
             return self._core.out
