@@ -144,8 +144,8 @@ class Recovery:
 
         A replica's time per microbatch is summed with the gradients (``Tail``), so every worker of a column knows the
         same numbers when a step is committed.  Columns measure different times (stages wait for each other
-        differently), so ``agree`` returns the values of the first rank to all of a group that is within one column.  No
-        worker changes quotas after a step that fresh replicas began late, since these ran few of its microbatches.
+        differently), so ``agree`` returns the numbers of one rank on all workers of a replica's model-parallel group.
+        No worker changes quotas after a step that fresh replicas began late, since these ran few of its microbatches.
         ``speeds``: replica -> seconds per microbatch.
         """
         decision, shares = self.assignment.decision, self.assignment.shares
