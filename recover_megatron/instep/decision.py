@@ -353,7 +353,7 @@ class LostWorker:
 
 @dataclass(frozen=True)
 class Failure:
-    """Workers that an epoch found missing."""
+    """Workers that were lost since the previous plan."""
 
     iteration: int
     lost: tuple[LostWorker, ...]

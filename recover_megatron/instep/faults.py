@@ -269,7 +269,7 @@ def _is(error: BaseException, numbers: tuple[int, ...], signs: tuple[str, ...]) 
 
 
 def signature(error: BaseException) -> str:
-    """Return an exception as one line, equal on all workers with the same fault except for numbers (ranks, devices)."""
+    """Return an exception as one line; for the same fault, all lines agree except in numbers (ranks, devices)."""
     text = " ".join(str(error).split())
     full = platform.node()
     for name in (full, full.partition(".")[0]):

@@ -92,7 +92,7 @@ class Hooks(Protocol):
 
 
 FIRST_SECONDS = 600.0
-"""Seconds beyond the hang timeout between two marks of a worker's first decision, in which kernels are compiled."""
+"""Seconds beyond the hang timeout that may pass between marks in a worker's first decision, which compiles kernels."""
 
 STORAGE_SECONDS = 3600.0
 """Seconds beyond the hang timeout that reading or writing a checkpoint may take while no byte is moved."""

@@ -147,7 +147,7 @@ EXTRAS = 64
 
 
 class Tail:
-    """The bucket that is summed last, over the ring of the dense parameters, float64, flat:
+    """The bucket that is summed last, over the ring of the dense parameters, float64, flat.
 
     [count of id 0..total-1 | replica+1 of id 0..total-1 | seconds per microbatch of each replica | extras]
 

@@ -199,7 +199,7 @@ def last_checkpoint(script_args: Sequence[str]) -> str | None:
 
 @dataclass(eq=False)
 class Conclusion:
-    """Chooses the exit code of the launch, from the first of these sources that exists::
+    """Chooses the exit code of the launch, from the first of these sources that exists.
 
         the event that has stopped the launch (a signal, a refusal, a new start)
         the coordinator's verdict, unless no coordinator was reached and workers of this node have finished;

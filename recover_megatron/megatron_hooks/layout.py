@@ -61,7 +61,7 @@ def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) 
 
 
 def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
-    """Return why Megatron would fail on a batch of ``batches`` with ``ranks`` data-parallel ranks; empty if on none."""
+    """Return why Megatron would fail with ``ranks`` data-parallel ranks at one of the batch sizes; empty if at none."""
     micro, steps = getattr(args, "micro_batch_size", None), bool(getattr(args, "step_batch_size_schedule", None))
     if not micro or getattr(args, "decrease_batch_size_if_needed", False):
         return []

@@ -120,7 +120,7 @@ class Admission:
         if worker.number in evidence.dead | evidence.left and self._leadership.term > 0:
             return f"worker {worker.number} has ended"
         if worker.fate not in (Fate.LIVE, Fate.ASIDE):
-            return f"worker {worker.number} is marked {worker.fate.value}"
+            return f"worker {worker.number} is known as {'evicted' if worker.fate is Fate.OUT else worker.fate.value}"
         if worker.incarnation not in ("", message["incarnation"]):
             return f"worker {worker.number} is a different process"
         if new and self._drains.is_draining(message.get("node_agent", "")):
@@ -130,7 +130,7 @@ class Admission:
         apart = new or worker.back or worker.fate is Fate.ASIDE
         if self._epochs.own and not apart and worker.number not in self._epochs.formed.members:
             worker.fate = Fate.OUT  # this coordinator's epochs have superseded the epoch of the worker's plan
-            return f"worker {worker.number} is marked {worker.fate.value}"
+            return f"worker {worker.number} is evicted"
         return ""
 
     def _present(self, session: int, message: Mapping[str, Any]) -> None:

@@ -130,7 +130,7 @@ class Roster:
         self.was_abandoned = False
         """True if a member has abandoned this coordinator and may follow another one."""
         self._unclear_ends: set[WorkerId] = set()
-        """Workers that ended in order while this candidate did not lead: it does not know whether they had left."""
+        """Workers with exit code 0 while this candidate did not lead: it does not know whether they left the run."""
         self._out = out
 
     # -- views --------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def listen(host: str, backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """Return a connection without delays, watched for silence. Raises ``OSError``; ``ValueError`` for a bad address."""
+    """Return a connection with TCP_NODELAY, watched for silence. Raises OSError; ValueError for a bad address."""
     host, port = address.split(" ")
     sock = socket.create_connection((host, int(port)), timeout=timeout)
     watch(sock)

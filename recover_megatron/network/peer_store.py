@@ -171,7 +171,7 @@ class PeerStoreServer:
         await server.serve_forever()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle errors outside of any connection: none can be accepted. (asyncio tries again after a second.)"""
+        """Handle errors outside of any connection: none can be accepted. asyncio tries again after a second."""
         error = context.get("exception")
         if isinstance(error, OSError):
             for writer in list(self._unproved):

@@ -82,8 +82,8 @@ def line_object(line: bytes) -> dict[str, Any] | None:
 def line_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield the number and the JSON object of each line; None for a spoiled line. Raises OSError.
 
-    The last line is left out silently if it has no end and no NUL byte: it is being written, or was cut. An empty
-    line is left out, too: a writer added it after a complete line.
+    A line with NUL bytes yields None, and then the object after them, if any. A last line without newline and NUL
+    bytes is left out: it is being written, or was truncated. So is an empty line, which a writer may add.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):

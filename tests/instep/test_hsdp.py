@@ -351,7 +351,7 @@ def test_of_a_group_of_version_2_that_was_told_to_be_complete_no_more_gradients_
     reduce = buckets._inside_alone(0)(lambda partial, is_last: added.append((partial, is_last)))
     reduce("first", False)
     reduce("last")
-    with pytest.raises(Disagreement, match="stopping before this step"):
+    with pytest.raises(Disagreement, match="stops before the step is committed"):
         reduce("one more")
     assert added == [("first", False), ("last", False)]
     assert buckets._parts[0][1].tolist() == [1, 1, 0, 1]

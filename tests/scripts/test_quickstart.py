@@ -239,7 +239,7 @@ def test_what_the_death_changed_is_told_where_it_is_rounding_only(tmp_path: Path
         ({"norm": 1.01}, "exceeds the effect of the order of additions"),
         ({"norm": float("nan")}, "exceeds the effect of the order of additions"),
         ({"died": None}, "was not killed"),
-        ({"fewer": 4}, "fewer replicas"),
+        ({"fewer": 4}, "did not finish that step"),
         ({"samples": 14}, "cannot be compared"),
     ],
 )

@@ -276,7 +276,7 @@ class ModelParallelGroups:
             nccl, self._nccl = self._nccl, []
             cancel_token, gloo = self._cancel_token, self._gloo
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
-            # Shut before the token releases any operation: data that a peer sends later must not reach its tensors.
+            # Shut the sockets before the token releases any operation: no later data may reach the operation's tensors.
             self._shut |= shut(sockets)
             shut(self._mixed)
             self._settled = False

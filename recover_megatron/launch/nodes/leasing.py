@@ -101,7 +101,7 @@ class LeaseTrial:
 
 
 def lease_is_here(path: Path) -> str:
-    """Return why a node that joins later cannot use the lease at ``path``; empty if it can: it sees node 0's file."""
+    """Return why this node, which joins later, cannot use the lease; empty if it sees node 0's file at ``path``."""
     answer = _within(lambda: {} if path.exists() else {"reason": f"{path} does not exist"})
     return answer.get("reason", "")
 

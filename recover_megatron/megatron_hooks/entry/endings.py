@@ -18,7 +18,7 @@ class EndedEarly(Exception):
 
 
 def check_exit_was_asked_for(exit_: SystemExit, loop: Loop) -> None:
-    """Raise ``EndedEarly`` unless the training is over, which depends on the function that called sys.exit():
+    """Raise ``EndedEarly`` unless the training is over, which depends on the function that called sys.exit().
 
     train()                              over: --exit-interval, --exit-duration-in-mins or a signal requested it
     a handler of Megatron                over: a signal or the scheduler requested the exit

@@ -321,7 +321,7 @@ class FaultTolerance:
         raise AssertionError("a worker that cannot come back was given a place")
 
     def _end(self, code: int, message: str) -> NoReturn:
-        """Close the records and exit with the run.  (A worker that exits alone leaves records to the next writer.)"""
+        """Close the records and exit with the run.  A worker that exits alone leaves records to the next writer."""
         self._records.close()
         _end(code, message)
 

@@ -190,7 +190,7 @@ class FsdpBuckets2:
         return column, tensor.numel()
 
     def begin(self) -> None:
-        """Begin a step: zero the shards, also on a worker without microbatches; Megatron does not zero them."""
+        """Begin a step: zero the gradient shards (Megatron does not), even if this worker has no microbatches."""
         for group in self._groups:
             group.main_grad.local_buffer.zero_()
             for index, parameter in enumerate(group.fsdp_parameters):  # Megatron adds to an existing gradient

@@ -250,7 +250,7 @@ class Pods:
                 if error.code == 404:
                     return None
                 hint = ": allow get on pods (docs/kubernetes.md)" if error.code in (401, 403) else ""
-                raise NoAnswer(f"the API server refused, {error.code} {error.reason}{hint}") from None
+                raise NoAnswer(f"the API server answered {error.code} {error.reason}{hint}") from None
             except (OSError, ValueError) as error:
                 raise NoAnswer(f"the API server failed: {getattr(error, 'reason', None) or error}") from None
 
