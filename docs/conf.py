@@ -67,7 +67,9 @@ def restructured(lines: list[str]) -> list[str]:
         if drawn and not follows:
             paragraph = "::\n\n" + indent(paragraph, "    ")
         elif not drawn:
-            paragraph = paragraph.replace("|", r"\|")
+            parts = re.split(r"(?s)(``.*?``)", paragraph)  # in literals an escape would be shown
+            parts[::2] = [re.sub(r"[|]|(?<=\S)[*]|[*](?=\S)|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+            paragraph = "".join(parts)
         made.append(paragraph)
     return "\n\n".join(made).split("\n")
 
