@@ -5,8 +5,9 @@
 The revisions are HEAD~1 and HEAD by default; exit status 1: code differs.
 
 A renamed file is compared with the file that git takes for its origin.  The syntax trees without imports and docstrings
-must be equal.  Strings and identifiers that differ are printed, for the reader to check.  In an f-string the literal
-parts and the order of the values may differ, but not the set of values.
+must be equal.  Strings and identifiers that differ are printed, for the reader to check; so are functions in which two
+variables have become one: a comprehension may do that, a scope must not.  In an f-string the literal parts and the
+order of the values may differ, but not the set of values.
 """
 
 from __future__ import annotations
@@ -80,6 +81,28 @@ def bare(revision: str, path: str, *, names: bool) -> tuple[str, list[str], list
     return ast.dump(tree), visitor.strings, visitor.names
 
 
+def source(revision: str, path: str) -> str:
+    """Return the text of a file; empty without a path."""
+    return git("show", f"{revision}:{path}") if path else ""
+
+
+def names_of_functions(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each function and the variables in it, nested functions' included, in the tree's order."""
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = (getattr(node, "id", None) or getattr(node, "arg", None) for node in ast.walk(function))
+            yield function.name, [name for name in found if name]
+
+
+def joined(before: str, after: str) -> Iterator[str]:
+    """Yield each function in which two variables have become one, which a renaming must not do within a scope."""
+    for (_, old), (name, new) in zip(names_of_functions(before), names_of_functions(after), strict=True):
+        were: dict[str, set[str]] = {}
+        for was, now in zip(old, new, strict=True):
+            were.setdefault(now, set()).add(was)
+        yield from (f"{name}: {sorted(names)} are now {now}" for now, names in were.items() if len(names) > 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -95,6 +118,8 @@ def main() -> int:
             different.append(new or old)
             continue
         equal += 1
+        for line in joined(source(given.before, old), source(given.after, new)) if given.names else ():
+            print(f"{new}: check the scopes in {line}")
         for were, are in zip(old_words, new_words, strict=True):
             for was, now in dict.fromkeys(zip(were, are, strict=True)):
                 if was != now:

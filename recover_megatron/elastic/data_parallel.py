@@ -289,7 +289,7 @@ class ElasticDataParallel:
         if some_differ(self._own, self.worker, self._holds, self._column.statuses, self._session):
             self._session.wait_revoked()  # until the workers that differ have exited, or the run has ended
             return
-        self._statuses = {worker: Status.from_json(json) for worker, json in self._column.statuses.items()}
+        self._statuses = {worker: Status.from_json(sent) for worker, sent in self._column.statuses.items()}
         self._standing = standing(self._statuses, self._column.begins_after)
         if self._standing is None:
             raise self._nobody_holds()

@@ -263,7 +263,7 @@ def _recoveries(past: History) -> Table | None:
     shown.sort(key=lambda r: r.time)
     others = sorted({name for r in shown for name in r.seconds} - set(PHASES))
     phases = [name for name in (*PHASES, *others) if any(name in r.seconds for r in shown)]
-    head = ["iteration", "epoch", "lost, formed", "cause", "phase", "replicas after", "run again"]
+    head = ["iteration", "epoch", "lost, formed", "cause", "survivors in", "replicas after", "run again"]
     head += [*phases, "total"]
     if past.launches > 1:
         head.insert(0, "launch")

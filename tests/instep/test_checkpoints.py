@@ -175,7 +175,7 @@ def test_loaders_killed_while_a_checkpoint_is_written_cost_their_workers_and_not
     assert run.codes == [1, 0, 1, 0], run.tail()
     for worker in (0, 2):
         said = run.logs[worker].read_text()
-        assert "of this worker was killed by signal 9" in said, said
+        assert " of this worker was killed by signal 9" in said, said
         assert "cannot be written" not in said, said
     assert complete(tmp_path) == [4, 8]
 

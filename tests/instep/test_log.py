@@ -74,7 +74,7 @@ def test_a_progress_log_on_a_full_disk_ends_nobody(runs: Runs) -> None:
     # Worker 0 has the job's own line; its successor has none for a checkpoint, since that line is missing.
     assert result.log(0).count(warning) == 1, result.told()
     for worker in (0, 1):
-        assert result.log(worker).count("cannot read progress.txt; checkpoints are not") == 1, result.told()
+        assert result.log(worker).count("cannot read progress.txt; checkpoints are not logged") == 1, result.told()
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_each_recovery_is_told_with_its_cause_and_the_time_of_its_phases(run: Pa
     first, second = page.table("iteration", "cause", "rerun", "total")
     assert first == {
         "iteration": "20", "epoch": "2", "lost, formed": "workers 5; replicas 2",
-        "cause": "worker 5 on node1: SIGKILL (chaos: kill)", "phase": "backward", "replicas after": "3",
+        "cause": "worker 5 on node1: SIGKILL (chaos: kill)", "survivors in": "backward", "replicas after": "3",
         "run again": "4", "detect": "3.0", "rendezvous": "16.0", "regroup": "20.0", "pull": "5.0", "rerun": "85.0",
         "reduce": "20.0", "agree": "4.0", "total": "150.0",
     }  # fmt: skip
