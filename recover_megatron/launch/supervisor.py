@@ -74,6 +74,8 @@ class Supervisor:
         """Reason why the launch was stopped; empty: it was not."""
         self._ended_by = ""
         """Description of the signal by which the launch was stopped; empty: none."""
+        self._early: dict[int, tuple[WorkerProcess, Ending]] = {}
+        """Worker id -> worker that was found dying while no run was known to be under way, and its end."""
         self._faulty = False
         """True if a bug of this launcher has been logged."""
         self._loop = EventLoop()
@@ -222,8 +224,12 @@ class Supervisor:
     # --- a worker's end ---
 
     def worker_dying(self, worker: WorkerProcess, end: Ending) -> None:
-        """Report the death to the coordinator at once, if the run is under way; ``worker_exited`` does the rest."""
+        """Report the death to the coordinator at once, if the run is under way; ``worker_exited`` does the rest.
+
+        The first plan may reach a worker before it reaches this launcher: ``epoch_formed`` reports a death in between.
+        """
         if not self.goes_on():
+            self._early[worker.worker_id] = worker, end
             return
         try:
             how = self._table.fence(worker, end)
@@ -236,6 +242,7 @@ class Supervisor:
             self._console.say(line)
 
     def worker_exited(self, worker: WorkerProcess) -> None:
+        self._early.pop(worker.worker_id, None)
         left_behind = self._table.reap(worker)
         self._control.agent.ended(worker.worker_id, worker.how)
         cause = self._table.close(worker)
@@ -304,6 +311,11 @@ class Supervisor:
     def draining(self, stays: bool) -> None:
         if self._successors.stop(not stays):
             self._console.say(messages.STAYS if stays else messages.DRAINING)
+
+    def epoch_formed(self) -> None:
+        early, self._early = self._early, {}
+        for worker, end in early.values():
+            self.worker_dying(worker, end)
 
     def epoch_wanted(self) -> None:
         self._start_up.others_lost()

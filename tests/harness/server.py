@@ -316,7 +316,7 @@ class _Recovering:
     def of_no_interest(self, *told: object) -> None:
         """What else a node agent tells its launcher."""
 
-    epoch_wanted = noted = said = may_host = draining = of_no_interest
+    epoch_wanted = epoch_formed = noted = said = may_host = draining = of_no_interest
 
     def ended(self, pid: int, code: int) -> int | None:
         """Tell the coordinator; start another in its place, unless the run is over."""

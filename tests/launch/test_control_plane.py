@@ -34,7 +34,7 @@ from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import IN_THE_RUN, SECRET, plan_of
 
-ORDERS = ("evict", "epoch_wanted", "noted", "draining")
+ORDERS = ("evict", "epoch_wanted", "epoch_formed", "noted", "draining")
 USES_IT = """
     import os, signal, sys
     from recover_megatron.membership.io.session import connect

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -36,9 +37,7 @@ from recover_megatron.network.death_notice import DeathWatch
 from recover_megatron.status.model import Gone, _ended
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
-from tests.harness.waiting import DEADLINE
-
-from .conftest import IN_THE_RUN
+from tests.harness.waiting import DEADLINE, eventually
 
 WORKER = """
     import ctypes, os, resource, signal, sys, threading, time
@@ -383,6 +382,7 @@ def test_a_coordinator_is_told_when_the_process_can_do_nothing_more_and_no_soone
     launcher = SimpleNamespace(
         goes_on=lambda: True, _table=table, _control=SimpleNamespace(agent=agent), _console=SimpleNamespace(say=print)
     )
+    launcher._early, launcher.worker_dying = {}, lambda worker, end: Supervisor.worker_dying(launcher, worker, end)
     worker = WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1)
     Supervisor.worker_dying(launcher, worker, Ending(-9))
     assert order == ["fence", "SIGKILL"]
@@ -394,27 +394,53 @@ def test_a_coordinator_is_told_when_the_process_can_do_nothing_more_and_no_soone
     order[2:] = []
     table.fence = Mock(side_effect=PermissionError)
     Supervisor.worker_dying(launcher, worker, Ending(-9))  # it may be running: it is not told to be dead
+    table.fence = lambda worker, end: order.append("fence") or end.how
     launcher.goes_on = lambda: False  # before the first plan, or at the end: the launcher has more to say of it then
     Supervisor.worker_dying(launcher, worker, Ending(-9))
     assert order == ["fence", "SIGKILL"]
+    launcher.goes_on = lambda: True
+    for _ in range(2):  # the first plan has reached the worker, which then died, before it reaches the launcher
+        Supervisor.epoch_formed(launcher)
+    assert order == 2 * ["fence", "SIGKILL"]
 
 
-GIGABYTE = """
-    import os
-    memory = b"1" * ((1 << 30) * (os.environ["RECOVER_WORKER_ID"] == "1"))
+HELD_OPEN = """
+    import os, time
+    from contextlib import suppress
+    from recover_megatron.membership.io.session import connect
+
+    session = connect()
+    session.join({})
+    if os.environ["RECOVER_WORKER_ID"] == "1":  # a child keeps its connections open
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # the folder's own is closed by now
+                os.set_inheritable(descriptor, True)
+        os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)
+    print("JOINED", os.getpid(), flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    session.leave()
     """
 
 
-def test_the_death_of_a_large_worker_is_told_at_once_and_nobody_is_started_in_its_place_before_it_has_gone(bench):
-    script = bench.script(GIGABYTE + IN_THE_RUN)
-    launch = bench.up(2, "--max-restarts", 1, script, "--recover", says="JOINED")
-    bench.kill(1, 2)
+def test_a_death_is_reported_before_the_process_has_gone_and_its_successor_is_started_after_that(bench):
+    """A wrapper stands for a teardown of any length: the launcher's child exists until the test permits its end."""
+    wrapper = bench.folder / "freed-late"
+    wrapper.write_text('#!/bin/sh\n"$@"\ncode=$?\nuntil [ -e freed ]; do sleep 0.01; done\nexit $code\n')
+    wrapper.chmod(0o755)
+    script = bench.script(HELD_OPEN)
+    command = ("--no-python", "./freed-late", sys.executable, script, "--recover")
+    launch = bench.up(2, "--max-restarts", 1, *command, says="JOINED")
+    os.kill(int(re.findall(r"\[1\] JOINED (\d+)", launch.out)[0]), signal.SIGKILL)
+    eventually(lambda: bench.events("fault"), "the launcher's report")
+    assert len(bench.workers()) == 2, "a successor was started while the process exists"
+    bench.go("freed")
     successor = bench.workers(count=3)[2]
-    (fault,) = bench.events("fault")
     bench.go()
     assert launch.wait() == 0, launch.err
-    assert fault["reason"] == "its process has ended (SIGKILL)"
+    (fault,) = bench.events("fault")
     assert fault["time"] < bench.workers()[1]["ended"] <= successor["started"]
+    assert "process has ended" in fault["reason"]
 
 
 @pytest.mark.parametrize(

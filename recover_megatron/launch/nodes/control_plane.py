@@ -130,6 +130,7 @@ class _InMainThread:
         self.may_host = loop.from_thread(may_host)
         self.evict = loop.from_thread(orders.evict)
         self.epoch_wanted = loop.from_thread(orders.epoch_wanted)
+        self.epoch_formed = loop.from_thread(orders.epoch_formed)
         self.noted = loop.from_thread(orders.noted)
         self.draining = loop.from_thread(orders.draining)
         self.said = loop.from_thread(say)

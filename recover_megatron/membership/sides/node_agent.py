@@ -132,6 +132,7 @@ class NodeAgentClient(Follower):
 
     def _planned(self, message: Mapping[str, Any]) -> None:
         self.planned |= self.presentation.formed.members
+        self._effects.append(Notify("plan", {"epoch": self.presentation.formed.epoch}))
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
         self._say({"type": "ack", "epoch": message["epoch"], "term": message["term"]})
@@ -146,6 +147,9 @@ class Orders(Protocol):
 
     def epoch_wanted(self) -> None:
         """Note that a rendezvous was opened, in which workers may be ``missing``."""
+
+    def epoch_formed(self) -> None:
+        """Note that a plan has arrived: ``NodeAgent.epoch`` is the epoch of that plan."""
 
     def noted(self, worker: WorkerId, text: str) -> None:
         """Log a note of this node's ``worker``."""
@@ -310,6 +314,8 @@ class NodeAgent:
             self._events.evict(notice.detail["worker"], notice.detail["reason"])
         elif notice.kind == "opened":
             self._events.epoch_wanted()
+        elif notice.kind == "plan":
+            self._events.epoch_formed()
         elif notice.kind == "note":
             self._events.noted(notice.detail["worker"], notice.detail["text"])
         elif notice.kind == "tell":
