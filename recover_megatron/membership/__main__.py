@@ -42,21 +42,21 @@ def make_parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: loopback, any free port")
     where.add_argument("--listen-fd", type=int, metavar="FD", help="file descriptor of a bound, inherited socket")
-    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="used instead of the environment; mode 0600")
+    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="secret file, in place of the environment")
     parser.add_argument("--events", type=Path, metavar="PATH", help="event log, JSON lines (default: stderr)")
     parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="planner function (default: list the members)")
     parser.add_argument(
         "--lease", type=Path, metavar="PATH", help="lease files PATH.1, ... on shared storage; a new PATH for each run"
     )
     parser.add_argument(
-        "--slack", type=int, default=0, metavar="N", help="with --lease: workers by which two halves may differ"
+        "--slack", type=int, default=0, metavar="N", help="with --lease: largest difference of two halves, in workers"
     )
     parser.add_argument(
-        "--witness-fd", type=int, metavar="FD", help="with --lease: JSON file with the witness's kind and nodes"
+        "--witness-fd", type=int, metavar="FD", help="with --lease: open JSON file: kind and nodes of the witness"
     )
     parser.add_argument("--witnessed", action="store_true", help="with --lease: other candidates have a witness")
-    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="set no replica aside below N")
-    parser.add_argument("--start-needs-all", action="store_true", help="a loss before the first plan stops the run")
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="replicas to keep if one is set aside")
+    parser.add_argument("--start-needs-all", action="store_true", help="stop if a worker is lost before the first plan")
     for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout", "grace"):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=float, default=getattr(defaults, name), metavar="S", help="default: %(default)s")
@@ -78,7 +78,10 @@ def load_planner(name: str | None) -> Planner:
 
 
 def make_listener(listen: str, descriptor: int | None) -> socket.socket:
-    """Return the listening socket. Raises ``ValueError`` or ``OSError``."""
+    """Return a socket that listens on ``listen``, or the inherited socket ``descriptor``.
+
+    Raises ``ValueError`` for a malformed address, ``OSError`` if the socket cannot listen.
+    """
     if descriptor is not None:
         listener = socket.socket(fileno=descriptor)
         listener.listen(BACKLOG)
@@ -97,7 +100,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Return the protocol's times. Raises ``ValueError`` if they contradict each other."""
+    """Return the settings of the protocol. Raises ``ValueError`` if their times contradict each other."""
     settings = Settings.of(args)
     if not 0 < settings.heartbeat_interval * 2 <= settings.heartbeat_timeout:
         raise ValueError("--heartbeat-timeout must be at least twice --heartbeat-interval")
@@ -109,7 +112,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def read_scope(descriptor: int | None) -> Scope | None:
-    """Return the scope in the file of ``--witness-fd``. Raises ``ValueError`` or ``OSError`` if it has none."""
+    """Return the witness's scope from the file ``--witness-fd``, or None. Raises ``ValueError`` or ``OSError``."""
     if descriptor is None:
         return None
     with open(descriptor, encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""Admission of members to a coordinator: first messages, the takeover of a run, and added candidates.
+"""Admission of members to a coordinator, the takeover of a run, and candidates that joined after the launch.
 
-``Admission``: checks the first message of a session, records its presentation, and sends the first answer.
+``Admission``: checks the first message of a session, records the presentation in it, and sends the first answer.
 
 attach, attach_node_agent ---> barred: fenced, or refused
               |
@@ -19,9 +19,9 @@ bound, presentation recorded -------> standby              (this candidate does 
 
     launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, new sessions too
 
-The list decides where members look for a coordinator, never which candidate may lead. Members whose lists differ for a
-moment meet at any candidate that runs. A new coordinator starts with an empty list; each launcher reports its candidate
-to it. A launcher without a session has no candidate in the list.
+The list decides where members look for a coordinator, never which candidate may lead. So lists that differ for a moment
+do no harm. A new coordinator starts with an empty list, and each launcher reports its candidate to that coordinator.
+The candidate of a launcher without a session is not in the list.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Ro
 
 @dataclass(eq=False)
 class Admission:
-    """Handler of the first message of a session, a checked ``attach`` or ``attach_node_agent`` message."""
+    """Checks and answers the first message of a session, ``attach`` or ``attach_node_agent``."""
 
     _roster: Roster
     _leadership: Leadership
@@ -52,7 +52,7 @@ class Admission:
     _out: Outbox
 
     def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """Attach a worker that is new, has lost its connection, or comes from another coordinator; or refuse it."""
+        """Attach the worker that sent ``attach``, or refuse it. It may be new, or have lost its last connection."""
         number, newcomer = message["worker"], message.get("newcomer", False)
         if newcomer:
             self._roster.meet([number])
@@ -129,12 +129,15 @@ class Admission:
             return f"worker id {worker.number} belongs to the launch, and a newcomer needs a new id"
         apart = new or worker.back or worker.fate is Fate.ASIDE
         if self._epochs.own and not apart and worker.number not in self._epochs.formed.members:
-            worker.fate = Fate.OUT  # this coordinator's epochs have superseded the epoch of the worker's plan
+            worker.fate = Fate.OUT  # this coordinator has formed a newer epoch without the worker
             return f"worker {worker.number} is evicted"
         return ""
 
     def _present(self, session: int, message: Mapping[str, Any]) -> None:
-        """Record a presentation. It may change the last known epoch, until this coordinator has formed an epoch."""
+        """Record a member's presentation, and send the first answer.
+
+        Until this coordinator has formed an epoch, the presentation may contain a newer epoch than is known here.
+        """
         presentation = presentation_from_wire(message)
         news = self._leadership.presented(presentation)
         self._roster.meet(presentation.mentioned)
@@ -149,14 +152,14 @@ class Admission:
             self._out.send([session], self._leadership.lead_message)
 
     def _tell_of_rendezvous(self, session: int) -> None:
-        """Send the open rendezvous to a launcher, to a worker that must join it, or to a worker set aside."""
+        """Send the open rendezvous to a launcher, to a worker that must join it, or to a set-aside worker."""
         peer = self._roster.sessions[session]
         apart = isinstance(peer, Member) and self._rendezvous.is_apart(peer)
         revoke = self._rendezvous.revoke_message("attached", apart=apart)
         if isinstance(peer, Member) and peer.fate is Fate.LIVE and peer.number not in self._rendezvous.members:
             return
         if isinstance(peer, NodeAgentStatus) and self._epochs.own:
-            # A launcher handles a death differently once the run has begun.
+            # The launcher must know that the run has begun, because it then reacts to a worker's death differently.
             formed = {"epoch": self._epochs.formed.epoch, "members": to_runs(self._epochs.formed.members)}
             self._out.send([session], {**revoke, **formed})
             self._out.send([session], self._epochs.plan_message)
@@ -165,7 +168,7 @@ class Admission:
 
 @dataclass(eq=False)
 class TakeOver:
-    """Actions of a coordinator in STANDBY or GATHERING."""
+    """Takeover of a run: actions of a coordinator in the states STANDBY and GATHERING."""
 
     _roster: Roster
     _leadership: Leadership
@@ -181,11 +184,11 @@ class TakeOver:
         return True
 
     def gathered(self, now: float) -> bool:
-        """Evict late workers. Return whether all other workers that the run counts on have presented their state.
+        """Evict workers that did not attach in time. Return whether all others that the run counts on have attached.
 
-        One worker may have received a commit that the lost coordinator sent to no other worker. The other workers of
-        its replica must receive that commit while they wait for it; otherwise that worker continues without them into
-        operations that need them.
+        The lost coordinator may have sent a commit to only one worker. The other workers of that worker's replica must
+        receive the commit with the revoke at the latest. Otherwise the worker that has it would begin operations
+        that the other workers do not take part in.
         """
         self._epochs.adopt(self._leadership.evidence)
         missing = self._leadership.not_come
@@ -196,15 +199,15 @@ class TakeOver:
         return True
 
     def lose_silent(self, now: float) -> None:
-        """Unbind or evict workers that have been silent for the heartbeat timeout."""
+        """Evict workers that were silent for the heartbeat timeout, or only close their sessions."""
         for worker in self._lateness.silent(now):
             self.connection_ended(worker, f"silent for {now - worker.heard:.1f} s", now)
 
     def connection_ended(self, worker: Member, reason: str, now: float) -> None:
-        """Unbind or evict a worker that cannot be reached but may still run.
+        """Evict a worker that cannot be reached but may still run, or only close its session so that it may return.
 
-        An unbound worker may attach again. A worker is unbound while this candidate has no term. A worker on which the
-        run does not count is also unbound: its fate is decided when all workers that the run counts on have attached.
+        The session is only closed if this candidate does not lead yet, or if the run does not count on the worker. In
+        the second case the worker's fate is decided when all workers that the run counts on have attached.
         """
         if self._leadership.term == 0 or worker.number not in self._leadership.evidence.target:
             self._roster.unbind(worker)
@@ -216,14 +219,14 @@ Address = tuple[str, int]
 
 
 class AddedCandidates:
-    """List of the candidates that joined, kept by one coordinator.
+    """List of the candidates that joined after the launch, as one coordinator knows them.
 
-    ``lease``, ``slack``: path and slack of the lease (``leadership.standing``), which all candidates of the run share;
-    sent to launchers. None: no lease.
+    ``lease``, ``slack``: path and slack of the lease (``leadership.standing``), which launchers receive for their
+    candidates. ``lease`` None: the run has no lease.
     """
 
     def __init__(self, roster: Roster, out: Outbox, lease: str | None, slack: int | None, witnessed: bool) -> None:
-        """``witnessed``: whether the run has a witness."""
+        """Create an empty list. ``witnessed``: whether the run has a witness."""
         self._roster = roster
         self._out = out
         self._shared: dict[str, Any] = {} if lease is None else {"lease": lease, "slack": slack or 0}
@@ -234,12 +237,12 @@ class AddedCandidates:
         self._listed: list[Address] = []
 
     def has(self, node_agent: NodeAgentStatus, address: Address) -> None:
-        """Add the candidate of a launcher."""
+        """Add the candidate that a launcher has reported. Send the list if it has changed and this candidate leads."""
         self._by_node[node_agent.node] = node_agent, address
         self._tell_if_changed()
 
     def look(self) -> None:
-        """Remove candidates whose launcher's session has ended for any reason; called at every tick."""
+        """Remove the candidates of launchers without a session. Called at every tick."""
         gone = [node for node, (node_agent, _) in self._by_node.items() if node_agent.session is None]
         for node in gone:
             del self._by_node[node]
@@ -251,7 +254,7 @@ class AddedCandidates:
             self.lead()
 
     def lead(self) -> None:
-        """Send the list to all members, now and at each change; launchers also get a candidate's settings."""
+        """Send the candidate list to all members, now and at each change. Launchers also get a candidate's settings."""
         self._leads = True
         self._listed = self._list
         for session in list(self._roster.sessions):

@@ -1,10 +1,10 @@
-"""Coordinator as a state machine without I/O: ``handle(event, now) -> effects``.
+"""State machine of a coordinator, without I/O: ``Coordinator.handle(event, now)`` returns effects.
 
-This module reads from top to bottom: from the end of a worker's session to the next plan. Each step calls one of these
-parts, and no part knows this module: ``roster`` (known members), ``lateness`` (late workers), ``leadership``
-(which side may continue), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (attaching members, and
-whether this candidate leads), ``view`` (observers), ``ending`` (whether any worker can continue, and stop messages).
-Only this module changes the state:
+The methods are in the order of a recovery, from the end of a worker's session to the next plan. They call the modules
+``roster`` (known members), ``lateness`` (late workers), ``leadership`` (which side of a partition may continue),
+``epochs`` (the last epoch and the open rendezvous), ``admission`` (attaching members, and the takeover of a run),
+``view`` (observers) and ``ending`` (whether any worker can continue, and stop messages). Only this module changes
+``Coordinator.state``:
 
             quorum attached            all attached            all joined: plan           death, fence, reconnect
     STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
@@ -76,12 +76,13 @@ from recover_megatron.membership.witness import Witness
 
 
 class Coordinator:
-    """Candidate coordinator. Pass it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
+    """Candidate coordinator: a state machine without I/O. Times are seconds of a monotonic clock.
 
-    ``salt``: 32 random bits that make a term unlike the terms of any other coordinator. ``slack``: the lease (effect
-    ``AskForLease``) decides between two halves of the run that differ by at most this number of workers
-    (``leadership.standing``); None: no lease. ``lease``: its path, for candidates that join. Times are seconds of a
-    monotonic clock. ``nodes``: see ``Witness``; requires a lease.
+    The caller passes every event to ``handle``, carries out the returned effects in order, and sends ``Tick`` at time
+    ``deadline``. ``salt``: 32 random bits that make this coordinator's terms unique. ``slack``: if two halves of the
+    run differ by at most this number of workers, the lease (effect ``AskForLease``) decides which half continues;
+    None: the run has no lease. ``lease``: path of the lease, which is sent to candidates that join. ``nodes``: nodes
+    about which the witness can be asked (see ``Witness``); requires a lease.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Coordinator:
         lease: str | None = None,
         nodes: frozenset[str] | None = None,
     ) -> None:
-        assert nodes is None or slack is not None, "a witness without a lease"
+        assert nodes is None or slack is not None, "a witness requires a lease"
         self.settings = settings
         self.state = State.STANDBY
         self.deadline = now + settings.heartbeat_interval / 4
@@ -119,20 +120,23 @@ class Coordinator:
         self._ending = Ending(roster, out)
         self._exceptions = ExceptionReports(out)
         self._survivors = Survivors(roster, self.epochs, self._exceptions, out)
-        self._due = False  # an event other than a join may have made the open rendezvous ready
+        self._due = False  # True if an event other than a join may have completed the open rendezvous
 
     def fresh(self, salt: int, now: float) -> Coordinator:
-        """Return a new candidate with the same task and no state, to replace a candidate that has stepped down."""
+        """Return a candidate with the same settings but no state. It replaces this candidate after a ``StepDown``."""
         slack, lease = self.leadership.slack, self._lease
         nodes = self.leadership.witness.nodes
         return Coordinator(self.roster.world, self.settings, salt, self._planner, slack, now, lease, nodes)
 
     def view(self, now: float) -> dict[str, Any]:
-        """Return the view that observers receive. Change nothing."""
+        """Return the message ``view`` for observers, without changing any state."""
         return self._observing.view(self.state, now)
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
-        """Apply one event. Changes of membership are collected until ``Settle``, which must follow each batch."""
+        """Process one event, and return the effects that the caller must carry out in order.
+
+        A change of membership takes effect at the next ``Settle`` event, which must follow each batch of events.
+        """
         self._due |= not isinstance(event, Settle) and not (
             isinstance(event, Received) and event.message["type"] in ("heartbeat", "heard", "join", "observe")
         )
@@ -175,7 +179,7 @@ class Coordinator:
         peer = self.roster.forget(session)
         if peer is None:
             return
-        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # this process's pauses included
+        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # pauses of this process count as silence
         if isinstance(peer, NodeAgentStatus):
             peer.ended = ended
             self._out.log("witness_gone", node=peer.node, reason=reason)
@@ -187,7 +191,7 @@ class Coordinator:
             self._lost_touch(peer, reason, now)
 
     def _lost_touch(self, worker: Member, reason: str, now: float) -> None:
-        """Handle the loss of contact with a worker that may still be running."""
+        """Record that the connection of a worker that may still be running has ended. Evict late workers."""
         if self._is_taking_over:
             self._takeover.connection_ended(worker, reason, now)
         else:
@@ -195,7 +199,7 @@ class Coordinator:
             self.lateness.evict(self._awaited, now)
 
     def _acknowledged(self, session: int, silence: float, delivered: bool, now: float) -> None:
-        """Handle the kernel's answer to a ``Probe``: a host that acknowledged nothing for too long is not reached."""
+        """Treat a host as unreachable if it acknowledged no data for the heartbeat timeout (answer to ``Probe``)."""
         worker = self.roster.sessions.get(session)
         if isinstance(worker, NodeAgentStatus):
             if silence > self.settings.heartbeat_timeout:
@@ -213,12 +217,16 @@ class Coordinator:
 
     @property
     def _is_taking_over(self) -> bool:
-        """True until the first rendezvous is opened."""
+        """True until this coordinator opens its first rendezvous."""
         return self.state in (State.STANDBY, State.GATHERING)
 
     @property
     def _awaited(self) -> Workers:
-        """Workers that the run waits for now. A member that waits until all have received the revoke is not late."""
+        """Workers that the run waits for now.
+
+        In the state STEADY these are the members with a part in the epoch. In a rendezvous these are the members that
+        have not confirmed the revoke yet; after all have confirmed it, all members of the rendezvous.
+        """
         if self.state is State.STEADY:
             return self.epochs.working
         hearing = self.rendezvous.hearing
@@ -245,7 +253,7 @@ class Coordinator:
             self.lateness.all_wait(self._awaited, now)
 
     def _excuse(self, pause: float, now: float) -> None:
-        """Exclude a pause of this process from all silences and deadlines."""
+        """Ignore a pause of this process, in seconds, in all deadlines and in the silence of all members."""
         self._out.log("held_up", seconds=pause)
         self.roster.excuse(pause, now)
         self.rendezvous.excuse(pause)
@@ -255,7 +263,7 @@ class Coordinator:
     # -- the next epoch -----------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Act on all changes since the last call."""
+        """Lead, step down, open a rendezvous or form its plan, as the events since the last call require."""
         hearing = self.rendezvous.hearing
         if self.state is State.STANDBY:
             self.roster.changes.clear()
@@ -380,7 +388,7 @@ class Coordinator:
                 self.rendezvous.join(worker, message, now)
             case "heard" if message["term"] == self.leadership.term:
                 self.rendezvous.hearing.heard(worker, message["epoch"])
-                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # it missed that message
+                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # the worker missed ``all_heard``
                     self._out.send([session], {"type": "all_heard", **{k: message[k] for k in ("epoch", "term")}})
             case "done" if of_this_epoch:
                 epochs.done(worker, message["iteration"], now)
@@ -399,7 +407,7 @@ class Coordinator:
                 if "peer" in message:
                     self._out.log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
                 changes.append(f"{worker.name} requested a new epoch: {message['reason']}")
-            case "give_up" if steady or self.state is State.RENDEZVOUS:  # repeated when a rendezvous opens
+            case "give_up" if steady or self.state is State.RENDEZVOUS:  # workers repeat it when a rendezvous opens
                 code, reason = message["code"], message["reason"]
                 self._out.log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
                 raise RunOver(code, reason, by=worker.number)
@@ -416,7 +424,7 @@ class Coordinator:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _step_down(self, reason: str) -> None:
-        """Stop leading: send the remaining followers away, so that they find another coordinator."""
+        """Stop leading, and refuse all attached members, so that they look for another coordinator."""
         self._out.log("step_down", reason=reason)
         for session in [*self.roster.sessions, *self._observing.sessions]:
             self._out.send([session], {"type": "refused", "reason": reason})

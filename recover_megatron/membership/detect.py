@@ -1,20 +1,19 @@
 """Detection of hung and late workers by their progress marks, and the decision to evict them or to wait.
 
-A worker is *waiting* while its mark says so, from its report of a finished step, or from its join of a rendezvous.
-A worker is *hung*, and holds up the run, if it does not wait and has made no new mark for ``hang_timeout`` (plus the
-time that its mark allows) while another worker has been waiting just as long. If all workers wait for each other and
-none has made a mark for that long, no single worker is to blame: the epoch is *stuck*. All workers then join a new
-rendezvous. If the next epoch is stuck, too, the workers that wait for the second time in another operation than most
-replicas do (``apart``) are evicted.
+A worker is *waiting* while its last mark says that it waits, after it has reported a finished step, and after it has
+joined a rendezvous. A worker is *hung* if it is not waiting and has made no new mark for ``hang_timeout`` (plus the
+time that its mark allows), while another worker has been waiting for as long. If all workers wait for each other and
+none has made a mark for that long, the epoch is *stuck*, and all workers join a new rendezvous. If the next epoch is
+stuck, too, workers are evicted that wait for the second time in a different operation than most replicas (``apart``).
 
-In a rendezvous, workers that have not joined may wait in an operation that the joined workers never reach, so all wait
-for each other. If at most half of the workers have not joined, the time that their marks allow does not count.
+In a rendezvous, workers that have not joined may wait in an operation that the joined workers never reach. If all of
+them wait, and they are at most half of the workers, the time that their marks allow does not count.
 
-If workers are stopped in every replica, the other workers of their replicas never reach the point where they would
-report a wait. So if no worker has made a mark for that long, the workers without any message for that long are hung.
+If every replica has a stopped worker, the other workers do not get as far as reporting a wait. So if no worker has made
+a mark for ``hang_timeout``, the workers that have sent no message for that long are hung.
 
-The time that a mark allows (a checkpoint, compilation) counts only while the worker sends heartbeats. Its session has a
-separate thread, which runs while the main thread writes or compiles, and falls silent when the process is stopped.
+The time that a mark allows (a checkpoint, compilation) counts only while the worker sends heartbeats. A separate thread
+of the worker sends them while the main thread writes or compiles, but not while the process is stopped.
 
 A stall that many replicas share (``Stall``):
 
@@ -24,12 +23,12 @@ A stall that many replicas share (``Stall``):
                    v  |
                  STALLED --stall timeout--> all late workers are evicted
 
-If the eviction would cost *more than half* of the replicas, and more than one, a shared resource has stopped: a disk, a
-switch, the machine under their hosts. The workers continue when that resource returns, so the run waits.
+If the eviction would cost more than one replica and *more than half* of the replicas, the cause is a shared resource
+that has stopped, such as a disk or a switch. The workers continue when that resource returns, so the run waits.
 
 The workers do not become late at the same moment. So workers that have used up half of their time, or were evicted
-within the last hang timeout, count in addition to the late workers. A stall that exists only by this addition is not
-reported yet.
+within the last hang timeout, count in addition to the late workers. A stall is not reported while it depends on these
+additional workers.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from typing import Any
 from recover_megatron.membership.records import Settings, WorkerId, Workers
 
 STEP_PHASES = ("data", "forward", "reduce-scatter", "agree", "optimizer")
-"""Phases in which a worker computes a training step, sums its gradients, or applies them. The optimizer is
-among them because a worker that stops early in a step may have sent its last heartbeat in the step before."""
+"""Phases in which a worker computes a training step, sums its gradients, or applies them. ``optimizer`` is included
+because a worker that stops early in a step may have sent its last heartbeat in the previous step."""
 STORAGE_PHASES = ("data", "eval-data", "checkpoint", "rollback")
-"""Phases in which a worker without a new mark waits for storage. The wait is reported, as a stall is."""
+"""Phases in which a worker that makes no new mark waits for storage. Such a wait is reported like a stall."""
 
 
 @dataclass
 class WorkerProgress:
-    """Last reported progress of one worker. Times are seconds of the coordinator's monotonic clock."""
+    """Progress that one worker has last reported. Times are seconds of the coordinator's monotonic clock."""
 
     worker: WorkerId
     count: int = -1
@@ -69,11 +68,11 @@ class WorkerProgress:
     phase: str = ""
     microbatch: int | None = None
     place: list[int] | None = None
-    """Replica, position and quota, as the worker reports them."""
+    """Replica, position and quota, as the worker reports them; None: it has no place."""
     goes_back: bool = False
-    """True if the worker knows of a snapshot or checkpoint to load if no worker holds some state any more."""
+    """True if the worker knows a snapshot or checkpoint that the run could load if live workers lack some state."""
     loss: list[Any] | None = None
-    """The last finished step and its loss (None: the loss is not finite), as a worker of the library reports them."""
+    """List of the last finished step and its loss (None: the loss is not finite); None: the worker reports no loss."""
 
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Record a checked message ``heartbeat``.
@@ -115,7 +114,7 @@ class Judgement:
 
 
 def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fresh: float = -math.inf) -> Judgement:
-    """Judge the workers of one epoch or of one rendezvous. Inactivity before ``fresh`` counts against none."""
+    """Return which workers of one epoch or rendezvous are hung or slow. Inactivity before ``fresh`` does not count."""
     progress = list(group)
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
     if not waiting:
@@ -132,7 +131,7 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     first = max(min(waiting), fresh)
     judgement = Judgement()
     blamed = [p for p in progress if p.waiting_since is None]
-    # If most workers do not wait yet, they may be in a usual operation, so the time that their marks allow counts.
+    # If most workers are not waiting yet, they may be in a usual operation, so the time that their marks allow counts.
     all_wait = all(p.waits for p in blamed) and 2 * len(blamed) <= len(progress)
     for p in blamed:
         beyond = now - max(p.marked, first) - hang_timeout
@@ -145,11 +144,11 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
 
 
 def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable]) -> Workers:
-    """Return the workers that wait in another operation than most replicas do, if all workers wait for each other.
+    """Return the workers that wait in a different operation than most replicas. All workers must be waiting.
 
-    The positions of a replica may wait in different operations, but usually in the same set of them in all replicas. If
-    two sets are equally frequent, the usual one is the set of operations of a step before the step is reported. Empty
-    if more than half of the replicas differ from the usual set.
+    The workers of one replica may wait in different operations, but usually all replicas wait in the same set of
+    operations. If two sets are equally frequent, the set whose operations come first in a step counts as usual. Return
+    no workers if more than half of the replicas differ from the usual set.
     """
     waits: dict[Hashable, dict[tuple[int, int, str], WorkerId]] = {}
     for p in group:
@@ -171,9 +170,10 @@ def behind(
 ) -> Workers:
     """Return the workers of the late replica, if all other replicas have waited for it for over ``settings.grace``.
 
-    A replica is late until all of its workers wait. Empty if two replicas are late, if fewer than ``min_replicas``
-    would remain, or while the late replica does work outside of a step (writes a checkpoint, compiles). A worker that
-    reported a wait, but has sent nothing for ``settings.grace`` seconds, is stopped and does not count as waiting.
+    A replica is late until all of its workers wait. Return no workers if two replicas are late, if fewer than
+    ``min_replicas`` replicas would remain, or while the late replica does work outside of a step (writes a checkpoint,
+    compiles). A worker that reported a wait, but has sent nothing for ``settings.grace`` seconds, is stopped and does
+    not count as waiting.
     """
     replicas: dict[Hashable, list[WorkerProgress]] = {}
     for p in group:
@@ -226,7 +226,7 @@ class Answer:
 
 
 class Stall:
-    """State machine that decides, at each check of the run, to evict late workers or to wait. See the drawing above."""
+    """State machine that decides whether late workers are evicted or the run waits for them, as drawn above."""
 
     def __init__(self, settings: Settings) -> None:
         self.since: float | None = None
@@ -234,23 +234,23 @@ class Stall:
         self.told = False
         """True once the stall is certain and was reported."""
         self.waited: dict[WorkerId, str] = {}
-        """Worker that the run waits for -> reason."""
+        """Worker that the run waits for -> why it is late."""
         self.lately: dict[WorkerId, float] = {}
         """Worker that was evicted within the last hang timeout -> time of its eviction."""
         self.until: float | None = None
-        """Time until which the run waits for workers whose storage may take longer than ``stall_timeout``; None: there
-        are no such workers; infinite: the wait has no limit, because no worker waits for them."""
+        """Time until which the run waits for workers whose storage may take longer than ``stall_timeout``. None: there
+        are no such workers. Infinite: the wait has no limit, because no other worker waits for these workers."""
         self.fresh = float("-inf")
         """Time at which the last stall ended: inactivity before this time makes no worker late."""
         self._settings = settings
         self._shared = False
         self._shared_since: float | None = None
-        """Time since which several replicas share the stall (None: they do not). The timeout counts from here, because
-        a worker that waits for storage may have stalled long before."""
+        """Time since which more than half of the replicas share the stall; None: they do not. The stall timeout counts
+        from this time, because a worker that waits for storage may have stalled long before."""
         self._say_at = 0.0
 
     def left(self, now: float) -> float:
-        """Return for how many more seconds the run waits during this stall, as limited by the stall timeout."""
+        """Return for how many more seconds the stall timeout lets the run wait during this stall."""
         since = self.since if self._shared_since is None else self._shared_since
         assert since is not None
         return max(0.0, since + self._settings.stall_timeout - now)
@@ -268,7 +268,7 @@ class Stall:
     def _some_are_back(
         self, away: set[WorkerId], late: Mapping[WorkerId, str], replica_of: Mapping[WorkerId, Hashable]
     ) -> bool:
-        """Return whether some awaited workers are back, while other awaited workers, or their peers, are late."""
+        """Return whether an awaited worker is back, but another one, or a worker of the same replica, is late."""
         back = {replica_of.get(worker) for worker in self.waited.keys() - away}
         peers_late = any(replica_of[worker] in back for worker in late if worker in replica_of)
         return bool(back) and (peers_late or not self.waited.keys().isdisjoint(late))
@@ -284,8 +284,8 @@ class Stall:
         """Return the decision about late workers.
 
         ``late``: worker that would be evicted -> reason. ``suspected``: workers that have used up half of their time.
-        ``allowed``: worker that has used up its time but waits for storage, which may take longer -> reason; it is
-        reported, too. ``replica_of``: replica of each worker of a complete replica, and of workers evicted ``lately``.
+        ``allowed``: worker -> reason, for workers that have used up their time but wait for storage: they are reported,
+        but not evicted. ``replica_of``: worker -> replica, for complete replicas and workers evicted ``lately``.
         """
         hang = self._settings.hang_timeout
         self.lately = {worker: at for worker, at in self.lately.items() if now - at <= hang}
@@ -298,7 +298,7 @@ class Stall:
         if shared and self.since is not None and self.left(now) <= 0:
             shared, evict, self.told, self._shared_since = False, frozenset(late), False, None
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
-            # Workers that shared the stall, or waited for a peer's storage, come back a moment after the first ones.
+            # Workers that shared the stall, or waited for a peer's storage, come back shortly after the first workers.
             self.fresh = now if self.told else now - hang / 2
         elif not shared:
             evict = frozenset(late)

@@ -8,12 +8,12 @@
         '-----------'--the members need the node--> REFUSED and forgotten: it may be requested again
 
 Only members know which state they hold, so the members decide, all in the same way (``workload.domains``), and remember
-the accepted drains. Their statuses list these drains, so the next coordinator knows them. A request without an answer
-is lost with its coordinator; the observer notices that, and repeats the request.
+the accepted drains. Their statuses list these drains, so the next coordinator knows them. If the coordinator is lost
+before the members have answered a request, the request is lost, too: the observer notices that, and repeats it.
 
 A worker's node is the name in its status, or its launcher's name. No name is used twice in a run (a launcher that joins
 has a new one), so a drained node stays drained: none of its workers is admitted again. A new coordinator that does not
-know of the drain yet may admit such a worker, which leaves with its first plan.
+know of the drain yet may admit a worker of the node; that worker leaves with its first plan.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from recover_megatron.membership.records import Json, WorkerId, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
 MOST = 64
-"""Number of refusals that are remembered, and of node names that one refusal lists."""
+"""Maximum number of refusals that are remembered, and of node names in the text of a refusal."""
 DRAINED = "is drained: it may be switched off"
-"""Text after a node's name: the reason for an epoch that opens when the node's last worker has left."""
+"""Text that follows a node's name in the reason for an epoch, when the node's last worker has left."""
 
 
 class DrainState(Enum):
-    """States of a drain; see the drawing above."""
+    """State of a drain; the module's docstring shows the transitions."""
 
     ASKED = "asked"
     MOVING = "moving"
@@ -42,7 +42,7 @@ class DrainState(Enum):
 
 
 class Drains:
-    """Drains as one coordinator knows them."""
+    """All drains that one coordinator knows."""
 
     def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
         self._roster = roster
@@ -50,7 +50,7 @@ class Drains:
         self._out = out
         self._asked: list[str] = []
         self._accepted: set[str] = set()
-        self._refused: dict[str, str] = {}  # by the requested name
+        self._refused: dict[str, str] = {}  # requested name -> reason
 
     # -- requests and answers -----------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Drains:
         """
         nodes = self._nodes_of(name)
         self._out.log("drain", node=name, nodes=nodes)
-        if name not in nodes:  # the states of a host's nodes replace an earlier refusal for the host
+        if name not in nodes:  # ``name`` is a host: the states of its nodes replace an earlier refusal for the host
             self._refused.pop(name, None)
         if not begun:
             self._refuse(name, "the training has not begun")
@@ -78,8 +78,8 @@ class Drains:
     def to_decide(self, members: Iterable[WorkerId]) -> tuple[str, ...]:
         """Return the nodes, in order of request, whose drain the joined ``members`` must decide in the new epoch.
 
-        These include accepted drains that no member reports any more: the members have refused them since then, but
-        their answer was lost, because an epoch was being formed or the answering worker died.
+        An accepted drain that no member's status lists any more is also decided again. In that case the members have
+        refused it later, but their answer was lost: an epoch was being formed, or the answering worker died.
         """
         statuses = {number: self._roster.workers[number].status for number in members}
         forgotten = self._accepted - draining_of({"statuses": statuses}) - {*self._asked}
@@ -91,17 +91,20 @@ class Drains:
         if node in self._asked:
             self._asked.remove(node)
         if reason:
-            self.tell_launcher(node, stays=True)  # sends nothing unless the node is being drained
+            self.tell_launcher(node, stays=True)  # does nothing if the node is not being drained
             self._accepted.discard(node)
             self._refuse(node, reason)
         elif node not in self._accepted:
             self._accepted.add(node)
             self._out.log("draining", node=node)
             self.tell_launcher(node)
-            self._roster.changes.extend(self.news_of(node))  # its spares may have left before this answer
+            self._roster.changes.extend(self.news_of(node))  # the node's spares may have left before this answer
 
     def tell_launcher(self, node: str, **more: bool) -> None:
-        """If a node is being drained, notify its launcher, so that the launcher starts no more workers."""
+        """Notify the launcher of a node that is being drained, so that the launcher starts no more workers.
+
+        ``more``: further fields of the message.
+        """
         node_agent = self._roster.node_agents.get(node)
         if self.is_draining(node) and node_agent is not None and node_agent.session is not None:
             self._out.send([node_agent.session], {"type": "drain", **more})
@@ -125,12 +128,12 @@ class Drains:
         return "its node was drained" if drained else "it had finished"
 
     def news_of(self, node: str) -> list[str]:
-        """Return the reason for a new epoch if a drained node is empty, but was in the last epoch; else nothing."""
+        """Return a reason for a new epoch if the last live worker of a drained node has left; else an empty list."""
         empty = self.is_draining(node) and not self._live(node)
         return [f"node {node} {DRAINED}"] if empty and self._workers_of(node) & self._epochs.formed.members else []
 
     def rows(self) -> list[Json]:
-        """Return the state of all requested drains, for observers."""
+        """Return one row for each requested drain: node, state and live workers, for observers."""
         shown = sorted({*self._asked, *self._known_to_members})
         rows: list[dict[str, Json]] = [
             {"node": node, "state": self._state(node).value, "workers": to_runs(self._live(node))} for node in shown
@@ -155,7 +158,7 @@ class Drains:
     def _known_to_members(self) -> set[str]:
         """Nodes whose drain the members have accepted, in an answer or in the statuses with which they joined.
 
-        Nodes that a later answer refuses are left out: a death may change the members' decision.
+        A node is left out if a later answer refuses its drain, since a death may change the members' decision.
         """
         return (self._accepted | draining_of(self._epochs.plan)) - self._refused.keys()
 
@@ -164,7 +167,7 @@ class Drains:
         return sorted({worker.node for worker in self._roster.workers.values() if worker.node})
 
     def _nodes_of(self, name: str) -> list[str]:
-        # The members may remember a node that had no worker left when this coordinator began to lead.
+        # A member's status may list a node that had no worker left when this coordinator began to lead.
         known = name in self._nodes or name in self._known_to_members
         on_the_host = {worker.node for worker in self._roster.workers.values() if worker.host == name}
         return [name] if known else sorted(on_the_host - {""})
@@ -173,12 +176,12 @@ class Drains:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)
 
     def _live(self, node: str) -> Workers:
-        """Return the node's live and set-aside workers; the latter come back and then leave, or are evicted."""
+        """Return the node's live and set-aside workers. A set-aside worker must come back to leave, or is evicted."""
         return self._workers_of(node) & (self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE))
 
 
 def draining_of(plan: Json) -> set[str]:
-    """Return the nodes whose drain the members had accepted before a plan, by the statuses in it; else empty."""
+    """Return the nodes whose drain the members had accepted, according to the statuses in a plan."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
     found: set[str] = set()
     for status in statuses.values() if isinstance(statuses, dict) else ():

@@ -1,8 +1,9 @@
-"""End of a run: no worker is left, or an exception stops all replicas; and the messages that report why.
+"""End of a run because no worker is left or an exception stops all replicas, and the messages that report why.
 
 A fault in the work itself (a microbatch whose gradient is NaN, a bug that iteration 7 triggers) ends every worker that
-takes the work over, one replica after the other. It is recognised by the exceptions that these workers report. Two
-workers *share* work if both have tried one microbatch in the same iteration, or, outside of microbatches, one phase.
+takes over the work, one replica after the other. The coordinator recognises such a fault by the exceptions that these
+workers report. Two workers *share* work if both have tried the same microbatch of one iteration. If they failed outside
+of microbatches, they share work if both failed in the same phase of one iteration.
 
     two replicas, the same error, shared work           the run ends
     all replicas, the same error, one iteration         the run has ended
@@ -39,7 +40,7 @@ from recover_megatron.membership.roster import Fate, Member, Roster
 
 @dataclass(frozen=True)
 class ExceptionReport:
-    """Report of a worker about the exception that terminates this worker."""
+    """Report of a worker about the exception that terminates it."""
 
     name: str
     """Worker and host, for messages."""
@@ -65,7 +66,7 @@ class ExceptionReport:
         return ExceptionReport(name, group, iteration, microbatch, error, phase, tried, own)
 
     def shared(self, other: ExceptionReport) -> frozenset[int | str]:
-        """Return the microbatches, or the phase, that both replicas tried; empty if none, or if a host is at fault."""
+        """Return the work that two replicas both tried: microbatches, or a phase. Empty if a host is at fault."""
         if self.own or other.own or self.group == other.group or self.iteration != other.iteration:
             return frozenset()
         return self._work & other._work
@@ -75,21 +76,21 @@ class ExceptionReport:
         return frozenset(self.tried) or frozenset([self.phase])
 
     def repeats(self, earlier: ExceptionReport) -> bool:
-        """Return whether the ``earlier`` report, of another replica, has the same error and shares work."""
+        """Return whether ``earlier`` is a report of another replica about the same error in the same work."""
         return bool(self.shared(earlier)) and alike(self.error) == alike(earlier.error)
 
 
 _NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?\b(?:nan|inf)\b|[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
-_NAME_WITH_A_NUMBER = re.compile(r"(?<!\w)\w*#[\w#]*|\btmp\w{6,}")  # a match begins at a word: linear time
+_NAME_WITH_A_NUMBER = re.compile(r"(?<!\w)\w*#[\w#]*|\btmp\w{6,}")  # a match begins at a word, for linear time
 _OUTAGE = re.compile(
     r"(?:Connection\w*|BrokenPipe|Timeout)Error\b|OSError: .*\[Errno (?:5|107|110|112|113|116|121)\]", re.DOTALL
 )
-"""Error of storage that does not answer (EIO, ESTALE, ETIMEDOUT, ...), which all workers may get at once."""
+"""Errors of storage that does not answer (EIO, ESTALE, ETIMEDOUT, ...), which all workers may get at the same time."""
 _NUMBERS = re.compile(r"#(?:[\s,;:.()\[\]-]*#)+")
 
 
 def alike(error: str) -> str:
-    """Return an error without parts specific to a worker or moment: ranks, devices, pids, addresses, values, names."""
+    """Return an error's text without ranks, devices, pids, addresses, values and names that differ between workers."""
     return _NUMBERS.sub("#", _NAME_WITH_A_NUMBER.sub("#", _NUMBER.sub("#", error)))
 
 
@@ -112,7 +113,7 @@ def true_cause(report: ExceptionReport, earlier: Iterable[ExceptionReport]) -> s
 
 
 def _named(report: ExceptionReport, work: Iterable[int | str | None]) -> str:
-    """Return text that names ``work``, which belongs to the report's iteration."""
+    """Return text that names ``work``: microbatches or a phase of the report's iteration."""
     iteration = f"iteration {report.iteration}"
     numbers = sorted(one for one in work if isinstance(one, int))
     if not numbers:
@@ -138,7 +139,7 @@ class ExceptionReports:
         where = {"iteration": report.iteration, "microbatch": report.microbatch, "group": report.group}
         details = {"phase": report.phase, "own": report.own, "error": report.error, "traceback": message["traceback"]}
         self._out.log("exception", worker=worker.number, host=worker.host, **where, **details)
-        # The last heartbeat is up to an interval old; the report has the position at the failure.
+        # The report is newer than the last heartbeat, so its iteration and phase are the ones of the failure.
         worker.progress.iteration, worker.progress.phase = report.iteration, report.phase or worker.progress.phase
         cause = true_cause(report, self._reports.values())
         self._reports[worker.number] = report
@@ -147,14 +148,14 @@ class ExceptionReports:
     def same_of_all(self, workers: Workers) -> str | None:
         """Return the common cause if the last ``workers`` and another replica failed with the same error; else None.
 
-        All failed in one iteration, perhaps in different microbatches, because no live worker was left to repeat one.
-        Or one replica failed between two steps, and another replica an iteration later, after it took over the work.
-        None is also returned for a storage outage that all workers share: a restarted run may continue after it.
+        There are two cases. Either all workers failed in one iteration, perhaps in different microbatches, because no
+        live worker was left to repeat a microbatch. Or one replica failed between two steps, and another replica one
+        iteration later. A storage outage is no common cause, because a restarted run may continue after it.
         """
         last = [self._reports[number] for number in workers if number in self._reports]
         newest = max((report.iteration for report in last), default=0)
         reports = [report for report in self._reports.values() if report.iteration == newest]
-        if len({report.group for report in reports}) < 2:  # a fault of the loop itself, on each replica in turn
+        if len({report.group for report in reports}) < 2:  # perhaps a fault between steps, on each replica in turn
             recent = [report for report in self._reports.values() if report.iteration >= newest - 1]
             reports = [report for report in recent if not report.tried]
         if len(last) < len(workers) or not set(last) <= set(reports):
@@ -174,9 +175,9 @@ class ExceptionReports:
 
 
 class Ending:
-    """Last actions of a coordinator whose run is over: notify all members (``begin``), and late ones (``handle``).
+    """Sends the stop message when a run is over: to attached members (``begin``), and to members that attach later.
 
-    The effect ``Exit`` follows when all awaited members have been notified, or at ``deadline``.
+    The effect ``Exit`` follows when all awaited members have received the message, or at ``deadline``.
     """
 
     def __init__(self, roster: Roster, out: Outbox) -> None:
@@ -184,17 +185,17 @@ class Ending:
         self._roster = roster
         self._out = out
         self._farewell: dict[str, Any] = {}  # the stop message, set by ``begin``
-        self._awaited: set[int | str] = set()  # workers and launchers that still have to receive it
+        self._awaited: set[int | str] = set()  # workers and launchers that must still receive the stop message
 
     def begin(
         self, over: RunOver, formed: Formed, absent: Workers, patience: float, observers: Iterable[int], now: float
     ) -> None:
         """Send the stop message to all members and to ``observers`` (sessions).
 
-        If a worker stopped the run, workers that have not joined the open rendezvous yet (``absent``) are awaited until
-        ``patience``, and notified. For other reasons they are not: the reason may hold for this coordinator only,
-        and they may try another one. Launchers that have not attached yet, or have just lost their connection, are
-        awaited, too, because they need the exit code; but not if another coordinator may continue the run.
+        If a worker stopped the run, this coordinator waits until ``patience`` for workers without a connection that the
+        open rendezvous needs (``absent``). For another reason it does not wait for them, because they may continue
+        under another coordinator. It also waits for launchers that have not attached yet or have just lost their
+        connection, because they need the exit code; but not if another coordinator may continue the run.
         """
         roster, settings = self._roster, self._roster.settings
         code, reason = over.code, over.reason
@@ -222,7 +223,7 @@ class Ending:
             self._out.do(Exit(code, reason))
 
     def handle(self, event: CoordinatorEvent, now: float) -> None:
-        """Handle a later event: send the stop message to observers, and to late members while any member is awaited."""
+        """Send the stop message to observers and awaited members that connect after ``begin``. Refuse all others."""
         waited = bool(self._awaited)
         if isinstance(event, Received):
             message = event.message
@@ -238,10 +239,10 @@ class Ending:
             self._out.do(Exit(self._farewell["code"], self._farewell["reason"]))
 
     def _ordered_to_stop(self, formed: Formed) -> tuple[int, str] | None:
-        """Return code and reason if all launchers with workers in the run received a signal to stop, else None."""
+        """Return exit code and reason if all launchers with workers in the run were ordered to stop, else None."""
         roster = self._roster
         nodes = {roster.workers[number].node_agent for number in formed.members}
-        if formed.epoch == 0:  # an absent worker has named no launcher, but its launcher may be attached
+        if formed.epoch == 0:  # a worker that never attached has named no launcher
             nodes = (nodes - {""}) | roster.node_agents.keys()
         node_agents = [roster.node_agents[node] for node in sorted(nodes) if node in roster.node_agents]
         if not nodes or len(node_agents) < len(nodes) or not all(node_agent.stopping for node_agent in node_agents):
@@ -251,7 +252,7 @@ class Ending:
         return 128 + number, f"ended by {Signals(number).name}, which the launcher on {names} received"
 
     def _just_lost(self, now: float) -> set[str]:
-        """Return the nodes whose launchers have no session, sent something lately, and are not known to have ended."""
+        """Return the nodes of launchers that lost their session within ``lost_timeout`` and may still be running."""
         since = now - self._roster.settings.lost_timeout
         node_agents = self._roster.node_agents.values()
         return {w.node for w in node_agents if w.session is None and not w.ended and w.heard > since}
@@ -267,10 +268,10 @@ class Survivors:
     _out: Outbox
 
     def check(self, members: Workers, counted_on: Workers) -> None:
-        """Raise RunOver if the run cannot continue, or need not.
+        """Raise RunOver if the run cannot continue, or has finished.
 
-        It can if ``members``, the live workers of ``counted_on``, include members of the last epoch, or if set-aside
-        workers may come back. It need not if all workers with a part in the work have left in order.
+        The run can continue if ``members``, the live workers of ``counted_on``, include members of the last epoch, or
+        if set-aside workers may come back. It has finished if all workers with a part in the work have left in order.
         """
         roster, epochs = self._roster, self._epochs
         required_aside = roster.required_aside | (roster.returning if epochs.own else frozenset())
@@ -289,11 +290,11 @@ class Survivors:
     def required_aside(self, members: Workers) -> Workers:
         """Return the set-aside workers that must ask for a place before the next epoch, in addition to ``members``.
 
-        If no worker with a part in the last epoch is live, the set-aside workers hold all that is left of the run's
-        state. They may continue if all other workers are certainly gone. A rendezvous counts on a set-aside worker only
-        after it has asked for a place; otherwise that worker would wrongly assume that it was never excluded.
+        If no worker with a part in the last epoch is live, only the set-aside workers still hold state of the run. A
+        rendezvous counts on a set-aside worker only after that worker has asked for a place. Otherwise the worker would
+        wrongly assume that it was never left out.
         """
-        known = self._epochs.own or members & self._epochs.formed.members  # the last commit is known
+        known = self._epochs.own or members & self._epochs.formed.members  # True if the last commit is known
         alone = known and not members & self._epochs.working
         return self._roster.with_fate(Fate.ASIDE) if alone else frozenset()
 

@@ -45,33 +45,33 @@ class Epochs:
         self.own = False
         """True if this coordinator has formed the last epoch."""
         self.plan: Json = None
-        """Plan of the last epoch: the planner's answer, or the plan that a member has presented."""
+        """Plan of the last epoch, from the planner or from a member that has presented it; None: not known."""
         self.committed = 0
-        """The last iteration committed."""
+        """The last committed iteration; 0: none."""
         self._roster = roster
         self._planner = planner
         self._out = out
-        self._ready = 0  # number of members that have reported done beyond self.committed, or have no part
-        self._some_left = False  # members of this epoch have left
-        self._stuck = 0  # consecutive epochs that ended without a commit because all waited for each other
-        self._apart = Workers()  # workers that waited in another operation than the rest at the end of that epoch
+        self._ready = 0  # number of members for which ``is_ready`` is true
+        self._some_left = False  # True if a worker that was not idle in this epoch has left
+        self._stuck = 0  # consecutive epochs that ended without a commit because all workers waited for each other
+        self._apart = Workers()  # workers that waited in a different operation than most in the last stuck epoch
 
     @property
     def working(self) -> Workers:
-        """The members with a part in the epoch."""
+        """Members of the last epoch that have a part in it: they have not reported themselves idle."""
         return self.formed.members - self._roster.idle(self.formed)
 
     def adopt(self, evidence: Evidence) -> None:
-        """Continue from the newest epoch and commit that a member has presented."""
+        """Adopt the newest epoch, the last commit and the ended workers that members have presented."""
         self.formed = evidence.formed
         self.committed = max(self.committed, evidence.committed)
         self._roster.merge_ends(evidence.dead, evidence.left)
 
     def take_over(self, evidence: Evidence, now: float) -> Workers:
-        """Adopt ``evidence`` as a new coordinator. Return the workers that the run counts on.
+        """Adopt the members' presentations as the new coordinator. Return the workers that the run counts on.
 
-        A live worker on which the run does not count, except a newcomer, stays set aside if a member presented it as
-        set aside; otherwise it is evicted.
+        A live worker on which the run does not count is set aside if a member presented it as set aside, and is evicted
+        otherwise. Newcomers are neither set aside nor evicted.
         """
         self.adopt(evidence)
         for worker in self._roster.workers.values():
@@ -88,7 +88,7 @@ class Epochs:
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...]) -> None:
-        """Fix the plan of a rendezvous that all members have joined. Raises RunOver if there is no possible plan."""
+        """Form the epoch of a rendezvous that all members have joined. Raises RunOver if no plan is possible."""
         previous, workers = self.formed, self._roster.workers
         self.formed = Formed(opened.epoch, opened.members, opened.term)
         self.commit(self.formed.members & previous.members - self._roster.idle(previous))
@@ -114,7 +114,7 @@ class Epochs:
         self._out.log("plan", epoch=opened.epoch, **plan)
 
     def _lost(self, missing: Workers) -> dict[WorkerId, Json]:
-        """Return the last known progress of workers in ``missing`` that have not left in order."""
+        """Return worker id -> last known progress, for the workers in ``missing`` that have not left in order."""
         gone = [worker for number in sorted(missing) if (worker := self._roster.workers[number]).fate is not Fate.LEFT]
         return {
             w.number: {"iteration": w.progress.iteration, "phase": w.progress.phase, "aside": w.fate is Fate.ASIDE}
@@ -123,7 +123,7 @@ class Epochs:
 
     @property
     def plan_message(self) -> dict[str, Any]:
-        """The plan message without its data, for launchers."""
+        """Message ``plan`` without the field ``data``, for launchers."""
         return {"type": "plan", **self.formed.to_wire(), "committed": self.committed}
 
     # -- commits ------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Epochs:
         self._reported(worker, before)
 
     def idle(self, worker: Member) -> None:
-        """Record that a member has no part in this epoch."""
+        """Record a member's report that it has no part in the last epoch."""
         before = self.is_ready(worker)
         worker.idle_in = self.formed.epoch
         self._reported(worker, before)
@@ -147,7 +147,7 @@ class Epochs:
     def left(self, worker: Member, why: str) -> None:
         """Record that a worker has left in order.
 
-        If it had a part in this epoch, no further iteration is committed in the epoch: its report would be missing.
+        If the worker had a part in the last epoch, that epoch commits nothing more: this worker's report is missing.
         """
         self._some_left |= worker.number not in self.formed.members or worker.idle_in != self.formed.epoch
         worker.fate = Fate.LEFT
@@ -155,16 +155,16 @@ class Epochs:
 
     @property
     def finished(self) -> bool:
-        """True if all members with a part in the epoch are gone, and at least one of them had finished.
+        """True if no member with a part in the last epoch is live, and at least one of these members left in order.
 
-        False at a coordinator that has not formed the epoch: it does not know which of the workers that left had a
-        part.
+        False if another coordinator formed the epoch: this coordinator does not know then which of the workers that
+        left had a part.
         """
         fates = {self._roster.workers[member].fate for member in self.working} if self.own else set()
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
     def commit(self, reporters: Workers) -> bool:
-        """Commit iterations that all ``reporters`` (members with a part) have reported. Return whether any is new."""
+        """Commit the last iteration that all ``reporters`` (members with a part) reported. Return whether it is new."""
         workers = self._roster.workers
         decided = min((workers[number].done for number in reporters), default=0)
         new = decided > self.committed
@@ -176,14 +176,15 @@ class Epochs:
         return new
 
     def is_ready(self, worker: Member) -> bool:
-        """Return whether the next commit of the epoch does not (or no longer) wait for this member."""
+        """Return whether the next commit need not wait for this member: it has reported done, or has no part."""
         return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
     def all_wait(self, apart: Workers) -> Workers:
-        """Return the workers to evict when all members wait for each other, ``apart`` in a different operation.
+        """Return the workers that must be evicted because all members wait for each other (the epoch is *stuck*).
 
-        These are the workers that were in ``apart`` at the last call, too. If there are none, request a new epoch.
-        Raises RunOver after more than ``max_stuck_epochs`` such epochs in a row.
+        ``apart``: workers that wait in a different operation than most. A worker that was in ``apart`` in the previous
+        stuck epoch, too, must be evicted. If there is no such worker, request a new epoch. Raises RunOver after more
+        than ``max_stuck_epochs`` stuck epochs in a row.
         """
         self._stuck += 1
         again, self._apart = self._apart & apart, apart
@@ -197,7 +198,7 @@ class Epochs:
         return Workers()
 
     def _reported(self, worker: Member, before: bool) -> None:
-        """Commit if this was the last missing report; ``before``: whether the worker was ready before the report."""
+        """Count a worker's report, and commit if no report is missing. ``before``: ``is_ready`` before the report."""
         self._ready += self.is_ready(worker) and not before
         if self._some_left:
             if self.finished:
@@ -210,26 +211,26 @@ class Epochs:
 
 
 class RevokeConfirmations:
-    """Confirmations of workers that the last epoch is over. Until all have confirmed, no worker may abort operations.
+    """Workers' confirmations that they know that the last epoch is over.
 
-    An aborted NCCL kernel still posts its steps, empty, to its peers, whose kernels then complete without an error.
-    Only a worker that has not received the end of the epoch would use such results. So all live workers are notified
-    first, including set-aside workers, which may come back. Evicted workers may not come back: they do not count
-    once the next epoch may be formed without them (``may``).
+    No worker may abort operations before all workers have confirmed. The reason: if an NCCL kernel is aborted, the
+    kernels of its peers complete with garbage and without an error. A worker that does not know yet that the epoch is
+    over would use that garbage. Set-aside workers must confirm, too, because they may come back. Evicted workers need
+    not confirm once the next epoch may be formed without them (``may``).
     """
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:
         self.told = True
-        """True once all workers have confirmed, and were notified that all have."""
+        """True once all workers were notified that all have confirmed. Initially True, since there is no epoch yet."""
         self.may = False
-        """True if no worker can continue, except those whose confirmation is counted."""
+        """True if no worker is evicted, or the next epoch may be formed without the evicted workers."""
         self._roster = roster
         self._epochs = epochs
         self._after = 0
         self._missing: set[WorkerId] = set()
 
     def begin(self) -> None:
-        """Begin to wait for confirmations when a rendezvous opens. Confirmations since the last epoch remain valid."""
+        """Wait for confirmations, since a rendezvous opens. Confirmations since the last plan remain valid."""
         epoch, workers = self._epochs.formed.epoch, self._roster.workers
         if self._after < epoch:
             self._after, self.told = epoch, False
@@ -238,24 +239,24 @@ class RevokeConfirmations:
         self.may = False
 
     def heard(self, worker: Member, epoch: int) -> None:
-        """Record that a worker knows that ``epoch`` will be the next one."""
+        """Record a worker's confirmation that it has received the revoke of rendezvous ``epoch``."""
         worker.heard_of = max(worker.heard_of, epoch)
         if worker.heard_of > self._after:
             self._missing.discard(worker.number)
 
     @property
     def missing(self) -> Workers:
-        """Workers that have not confirmed yet."""
+        """Live and set-aside workers that have not confirmed yet."""
         fates = Fate.LIVE, Fate.ASIDE
         return frozenset(number for number in self._missing if self._roster.workers[number].fate in fates)
 
     @property
     def due(self) -> bool:
-        """True if all workers have confirmed, but were not notified yet that all have."""
+        """True if all workers have confirmed, but have not been notified of that yet."""
         return not self.told and not self.missing
 
     def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
-        """If ``due`` and ``may``, notify all workers, once, that all have confirmed. This wait makes no worker late."""
+        """If ``due`` and ``may``, notify all workers that all have confirmed, and restart their hang timeouts."""
         if not self.due or not self.may:
             return
         self.told = True
@@ -272,16 +273,16 @@ class Rendezvous:
     def __init__(self, roster: Roster, epochs: Epochs, leadership: Leadership) -> None:
         self.opened = Opened(0, frozenset(), 0)
         self.too_few = False
-        """True if, by present knowledge, too few workers are members for the rendezvous to get a plan."""
+        """True if the rendezvous has too few members to continue the run, as far as the coordinator knows now."""
         self.is_open = False
         """True from the opening of the rendezvous until its plan is fixed."""
         self.opened_at = 0.0
         self.patience = 0.0
-        """Time until which the rendezvous waits for members that the coordinator does not reach."""
+        """Time until which the rendezvous waits for members without a connection."""
         self._roster = roster
         self._epochs = epochs
         self._leadership = leadership
-        self._joined = 0  # number of members
+        self._joined = 0  # number of members that have joined
         self.hearing = RevokeConfirmations(roster, epochs)
 
     @property
@@ -307,14 +308,14 @@ class Rendezvous:
             self._roster.workers[number].progress.waiting_since = None
 
     def is_apart(self, worker: Member) -> bool:
-        """Return whether a worker was no member of the last epoch, because it is new, set aside, or back."""
+        """Return whether a worker is new, set aside, or for another reason no member of the last epoch."""
         return worker.new or worker.fate is Fate.ASIDE or worker.number not in self._epochs.formed.members
 
     def revoke_message(self, reason: str, *, apart: bool = False) -> dict[str, Any]:
-        """Return the message that ends the last epoch: its commits, and the members that must join the next one.
+        """Return the message ``revoke``, which ends the last epoch. It has the last commit and the next members.
 
-        ``apart``: the message is for workers for which ``is_apart`` is true. It has no commits then: they were made
-        without these workers, which must not apply the step, but get the state of a worker that has applied it.
+        ``apart``: the receivers are workers for which ``is_apart`` is true, and the message has no commit. Such workers
+        took no part in the committed step: they do not apply it, but copy the state of a worker that has applied it.
         """
         epochs, roster = self._epochs, self._roster
         message: dict[str, Any] = {
@@ -338,7 +339,7 @@ class Rendezvous:
         return message
 
     def join(self, worker: Member, message: Mapping[str, Any], now: float) -> None:
-        """Record a worker's join with its status and last reports; ignore a join of another rendezvous."""
+        """Record a worker's join, status and last reports. Ignore a join of a rendezvous that is not open."""
         if not self.is_open or message["epoch"] != self.opened.epoch or worker.number not in self.members:
             return
         self._joined += worker.joined != self.opened.epoch
@@ -360,10 +361,10 @@ class Rendezvous:
         return self._joined == len(self.members)
 
     def may_follow(self, unreached: Container[int], now: float) -> bool:
-        """Evict absent members. Return whether the plan may be fixed once all members have joined.
+        """Evict members that did not attach in time. Return whether the plan may be fixed once all others have joined.
 
-        ``unreached``: workers whose connections have ended and that are still awaited. Raises RunOver if the
-        rendezvous can have no plan.
+        ``unreached``: workers whose connections have ended; ``lateness`` decides about their eviction. Raises RunOver
+        if the rendezvous can have no plan.
         """
         late = self._late(unreached, now)
         launched = [w.number for w in late if w.number < self._roster.world]
@@ -376,19 +377,20 @@ class Rendezvous:
         return not late and self._may_follow(now)
 
     def form(self, now: float, drain: tuple[str, ...]) -> None:
-        """Fix the rendezvous's plan; ``drain``: as in ``PlanRequest``. Raises RunOver if there is no possible plan."""
+        """Fix the plan of the rendezvous. ``drain``: see ``PlanRequest``. Raises RunOver if no plan is possible."""
         self._epochs.form(self.opened, self.opened_at, now, drain)
         self.is_open = False
 
     def excuse(self, pause: float) -> None:
-        """Exclude a pause of this process: it waited for no worker meanwhile."""
+        """Shift the deadlines by a pause of this process, in seconds."""
         self.patience += pause
         self.opened_at += pause
 
     def _late(self, unreached: Container[int], now: float) -> list[Member]:
-        """Return members without a connection that had enough time to attach.
+        """Return the members that have not attached in time.
 
-        Launched workers have the start timeout before the first epoch; otherwise the time is 1.2 heartbeat timeouts.
+        Before the first epoch, workers of the launch have ``start_timeout``. In all other cases the time is 1.2
+        heartbeat timeouts.
         """
         newcomers_until = min(self.patience, self.opened_at + 1.2 * self._roster.settings.heartbeat_timeout)
         missing = [self._roster.workers[m] for m in self.members if m not in unreached]
@@ -397,9 +399,10 @@ class Rendezvous:
         return [w for w in missing if now > max(until[w.number], w.awaited_until)]
 
     def _may_follow(self, now: float) -> bool:
-        """Return whether the plan may follow the last epoch, by the rules of ``leadership``.
+        """Return whether the rules of ``leadership`` allow the members to continue after the last epoch.
 
-        Raises RunOver if it never may. Evicts members whose launchers have not acknowledged in time.
+        Raises RunOver if no later event can allow it. Evicts members whose launchers have not acknowledged the
+        rendezvous in time.
         """
         contest = self._leadership.contest(self.opened, self._epochs.formed, self._epochs.own)
         self.too_few = contest is not None and contest.standing is Standing.TOO_FEW
@@ -410,7 +413,7 @@ class Rendezvous:
         may = contest.standing is not Standing.TOO_FEW
         if may and not unheard:
             enough = contest.standing is Standing.ENOUGH
-            if not enough and (self.all_joined or not self.hearing.missing):  # they follow this coordinator's term
+            if not enough and (self.all_joined or not self.hearing.missing):  # all members follow this term
                 enough = self._leadership.has_lease(self.opened, now)
             return enough
         evicted = [roster.workers[n] for n in roster.with_fate(Fate.OUT)]
@@ -424,16 +427,16 @@ class Rendezvous:
             raise RunOver(EXIT_LOST_MAJORITY, text)
         for worker in unheard if may else []:
             node_agent = roster.node_agents.get(worker.node_agent)
-            stopped = node_agent is not None and node_agent.session is not None  # its kernel answers probes
+            stopped = node_agent is not None and node_agent.session is not None  # its host answers probes
             if now > self.patience + (roster.settings.heartbeat_timeout if stopped else 0.0):
-                roster.exclude(worker, "its launcher, which could vouch for it elsewhere, is not reached", now)
+                roster.exclude(worker, "its launcher is not reached, and may vouch for it to another coordinator", now)
         return False
 
     def _acknowledged(self, node: str, now: float) -> bool:
-        """Return whether the launcher will present this rendezvous to any other coordinator that it attaches to.
+        """Return whether the launcher cannot attach to another coordinator without presenting this rendezvous.
 
-        If the launcher's process is stopped, it is enough that its host has received the message, and ``patience`` is
-        over: that is long enough for all earlier messages of the launcher to arrive, even if retransmitted.
+        That is certain if the launcher has acknowledged the rendezvous, or has ended. If its process is stopped, its
+        host must have received the message, and ``patience`` must be over: then all earlier messages have arrived.
         """
         node_agent = self._roster.node_agents.get(node)
         if node_agent is None:

@@ -1,4 +1,4 @@
-"""Events into a state machine, and effects out of it. ``session`` is the number of a connection."""
+"""Events that coordinator and members process, and effects that they return. ``session``: number of a connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recover_megatron.membership.records import Json, Workers
 
 @dataclass(frozen=True)
 class Received:
-    """A checked message. The first one of a session is ``attach`` or ``attach_node_agent``."""
+    """A checked message of a member or observer. A member's first message is ``attach`` or ``attach_node_agent``."""
 
     session: int
     message: Mapping[str, Any]
@@ -24,9 +24,9 @@ class Received:
 class Closed:
     """End of a session.
 
-    ``ended``: True if the other side's kernel closed the session (end of file or reset): its process has died, because
-    a running process sends ``abandon`` or ``bye`` before it closes. False: a malformed message, a full buffer, an
-    unreachable network.
+    ``ended``: True if the other side's kernel closed the session (end of file or reset). Then the process has died,
+    because a running process sends ``abandon`` or ``bye`` before it closes. False: the session ended for another reason
+    (a malformed message, a full buffer, an unreachable network).
     """
 
     session: int
@@ -36,12 +36,12 @@ class Closed:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """Answer to ``Probe``: for how many seconds the other host's kernel has acknowledged none of the sent data."""
+    """Answer to ``Probe``. ``silence``: seconds for which the other host's kernel has acknowledged no sent data."""
 
     session: int
     silence: float
     delivered: bool = False
-    """True if that kernel has received all sent data, and all data that its process had sent before was read."""
+    """True if the other host's kernel has received all data sent to it, and all data from it was read here."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Verdict:
     term: int
     epoch: int
     granted: bool | None
-    """None: there is no answer yet, and the attempts continue."""
+    """True: the lease was granted. False: it was refused. None: the storage has not answered; attempts continue."""
     reason: str = ""
 
 
@@ -67,12 +67,12 @@ class Statement:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed: ``Coordinator.deadline`` was reached."""
+    """Passage of time: the ``deadline`` of the coordinator or member was reached."""
 
 
 @dataclass(frozen=True)
 class Settle:
-    """All ready events are handled: act on them together (a hundred simultaneous deaths make one new epoch)."""
+    """End of a batch of events: the coordinator acts on the complete batch (100 simultaneous deaths: one new epoch)."""
 
 
 CoordinatorEvent = Received | Closed | Acknowledged | Verdict | Statement | Tick | Settle
@@ -97,14 +97,14 @@ class Close:
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask the kernel when the other host last acknowledged anything (``Acknowledged`` follows)."""
+    """Ask the kernel when the other host last acknowledged data (``Acknowledged`` follows)."""
 
     session: int
 
 
 @dataclass(frozen=True)
 class AskForLease:
-    """Ask for the lease for the members of a rendezvous, all of which have joined (``Verdict`` follows)."""
+    """Request the lease for the members of a rendezvous, all of which follow its term (``Verdict`` follows)."""
 
     term: int
     epoch: int
@@ -127,9 +127,10 @@ class Log:
 
 @dataclass(frozen=True)
 class StepDown:
-    """Replace this coordinator, which may be superseded and has notified its members, by a ``fresh`` one.
+    """Replace this coordinator by a ``fresh`` one, and stop asking for the lease.
 
-    The fresh one leads again when a majority attaches to it. Stop asking for the lease.
+    Another coordinator may lead now, so this one has refused its members. The fresh coordinator leads only if enough
+    members attach to it.
     """
 
 
@@ -172,7 +173,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The dialed candidate's host has accepted the connection, so a process listens; it has sent nothing yet."""
+    """The dialed candidate's host has accepted the connection, so a process listens, but it has sent nothing yet."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +183,11 @@ class Connected:
 
 @dataclass(frozen=True)
 class Lost:
-    """End of the connection, by a failure or by the other side, or a failed attempt to connect."""
+    """End of the connection, or failure of an attempt to connect."""
 
     reason: str
     refused: bool = False
-    """True if the host has answered that no process listens there."""
+    """True if the host has answered that no process listens at the candidate's address."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ MemberEvent = Accepted | Connected | Lost | Heard | Tick
 
 @dataclass(frozen=True)
 class Dial:
-    """Connect to candidate ``candidate`` (and abort any attempt in progress)."""
+    """Connect to the candidate with index ``candidate``, and abort any attempt in progress."""
 
     candidate: int
 
@@ -218,7 +219,7 @@ class Say:
 class Abandon:
     """Give up the current connection and send the reason.
 
-    The socket stays open until the other side closes it, because a close looks like a death.
+    The socket stays open until the other side closes it, because the other side would take a close for a death.
     """
 
     reason: str
@@ -231,16 +232,16 @@ class Hangup:
 
 @dataclass(frozen=True)
 class Look:
-    """Replace the candidates that follow the launch's candidates in the list by ``added``."""
+    """Set the candidates that joined after the launch to ``added``: their list follows the candidates of the launch."""
 
     added: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Notification of the session's owner.
+    """Notification for the owner of a member's session.
 
-    ``kind``: "revoke", "plan", "commit", "out", "kill", "tell", "drain" or "candidates".
+    ``kind``: "revoke", "plan", "commit", "out", "kill", "note", "tell", "drain", "candidates" or "opened".
     """
 
     kind: str
@@ -251,7 +252,7 @@ MemberEffect = Dial | Say | Abandon | Hangup | Look | Notify
 
 
 class State(Enum):
-    """States of a coordinator. See the drawing in ``coordinator``, the only module that changes the state."""
+    """State of a coordinator. Only the module ``coordinator`` changes it; the docstring there draws the transitions."""
 
     STANDBY = "standby"
     GATHERING = "gathering"

@@ -1,7 +1,7 @@
 """Workers that are silent or hung, or whose connections have ended although they may be running.
 
 ``detect.Stall`` decides whether these workers are evicted or the run waits for them. If a witness (``witness``)
-reports their node off before that, silent workers are evicted at once.
+reports a node off, the silent workers of that node are evicted without this decision.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NAMED = 4
 
 
 class Lateness:
-    """Evicts late workers, or reports the stall for whose end the run waits."""
+    """Evicts late workers, or reports that the run waits for them (a stall)."""
 
     def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
         self.stall = Stall(roster.settings)
         self.unreached: dict[WorkerId, tuple[float, str]] = {}
-        """Worker whose connection has ended although it may be running -> time and reason of that end."""
+        """Worker that may be running although its connection has ended -> time and reason of the connection's end."""
         self._others_wait = False
-        """True if some worker was waiting when the workers were last judged."""
+        """True if some worker was waiting at the last call of ``evict``."""
         self._deaf: dict[WorkerId, tuple[float, str]] = {}
         """Worker whose host acknowledges no data -> time of the last probe, and why the worker is late."""
         self._roster = roster
@@ -39,12 +39,12 @@ class Lateness:
         self._out = out
 
     def ask_the_quiet(self, now: float, held_up: bool) -> None:
-        """Ask quiet members for a sign of life.
+        """Send a beat to quiet members, and ask the kernel whether the hosts of silent ones acknowledge data.
 
-        A worker whose launcher vouches for it may not answer for long (a call that holds the interpreter lock), and a
-        launcher may be stopped for hours. So the kernel is asked (``Probe``) whether their hosts acknowledge earlier
-        messages; not if this process was ``held_up``, because then it has sent nothing for long. The longer a launcher
-        is silent, the fewer messages it is sent: its receive buffer must keep room for important messages.
+        The kernel is asked (``Probe``) because a process may not answer for long although it exists: a worker in a call
+        that holds the interpreter lock, or a launcher that is stopped for hours. If this process was ``held_up``, the
+        kernel is not asked, because this process has sent nothing for long. The longer a launcher is silent, the fewer
+        beats it gets, so that its receive buffer keeps room for important messages.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
@@ -67,7 +67,7 @@ class Lateness:
                 node_agent.asked = silence
 
     def silent(self, now: float, fresh: float = -math.inf) -> list[Member]:
-        """Return workers that were silent for the heartbeat timeout since ``fresh`` and have no vouching launcher."""
+        """Return workers that no launcher vouches for and that were silent for a heartbeat timeout after ``fresh``."""
         timeout = self._roster.settings.heartbeat_timeout
         return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._roster.vouched(w, now)]
 
@@ -77,11 +77,11 @@ class Lateness:
         self.unreached[worker.number] = now, reason
 
     def unacknowledged(self, worker: Member, reason: str, now: float) -> None:
-        """Record that the host of a silent worker does not answer either."""
+        """Record that the host of a silent worker acknowledges no data."""
         self._deaf[worker.number] = now, reason
 
     def excuse(self, pause: float) -> None:
-        """Exclude a pause of this process: it waited for no worker meanwhile."""
+        """Shift the times of the stall by a pause of this process, in seconds."""
         self.stall.excuse(pause)
 
     def evict(self, members: Workers, now: float) -> bool:
@@ -110,7 +110,7 @@ class Lateness:
         suspected = {w.number for w in self._quiet(settings.heartbeat_timeout / 2, now)}
         suspected |= set(half.hung)
         if self._is_lost_node({*late, *slow, *suspected}, replica_of, now):
-            replica_of = {}  # no stall: the late workers share only their node
+            replica_of = {}  # the late workers share only a node, so this is no stall
         self.stall.until = self._until(group, slow) if waiting or late or not slow else math.inf
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
         for number in sorted(answer.evict):
@@ -119,9 +119,10 @@ class Lateness:
         return judgement.stuck
 
     def all_wait(self, members: Workers, now: float) -> None:
-        """When all ``members`` wait for each other, request an epoch, or evict those in a different operation.
+        """Request a new epoch because all ``members`` wait for each other, or evict workers.
 
-        Raises RunOver if that happens too often.
+        Workers that wait for the second time in a different operation than most are evicted. Raises RunOver after too
+        many such epochs in a row.
         """
         workers, group = self._roster.workers, self._group(members)
         evicted = self._epochs.all_wait(apart(group, self._replica_of()))
@@ -136,7 +137,10 @@ class Lateness:
         return [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
 
     def _until(self, group: list[WorkerProgress], slow: dict[WorkerId, str]) -> float | None:
-        """Return the time for ``Stall.until``."""
+        """Return the time until which the run waits for ``slow`` workers whose marks allow more than the stall timeout.
+
+        None: no slow worker's mark allows that much.
+        """
         settings, since = self._roster.settings, [p.waiting_since for p in group if p.waiting_since is not None]
         longer = [p for p in group if p.worker in slow and p.allow > settings.stall_timeout]
         ends = (max(p.marked, min(since, default=p.marked)) + settings.hang_timeout + p.allow for p in longer)
@@ -159,8 +163,8 @@ class Lateness:
     def _is_lost_node(self, away: set[WorkerId], replica_of: dict[WorkerId, Hashable], now: float) -> bool:
         """Return whether the workers ``away`` are on one silent node, and the other workers can continue without it.
 
-        The others can if one of their replicas is complete. If all replicas are broken, the others can if they are
-        enough for a replica, and hold all of its positions or report that they could roll back.
+        The other workers can continue if a replica is complete without the node. If no replica is, the other workers
+        must be enough for one replica. They must also hold all positions, or all report that they could roll back.
         """
         nodes = {self._roster.workers[number].node_agent for number in away}
         on_node = [w for w in self._roster.workers.values() if w.node_agent in nodes and w.fate is Fate.LIVE]
@@ -183,13 +187,13 @@ class Lateness:
         return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
 
     def _not_heard(self, now: float) -> dict[WorkerId, str]:
-        """Return the workers that are late because they are silent or unconnected, each with the reason."""
+        """Return worker -> reason, for workers that are late because they are silent or have no connection."""
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
         late = {w.number: f"silent for {now - w.heard:.1f} s" for w in self.silent(now, fresh)}
         self._deaf = {
             number: (at, reason)
             for number, (at, reason) in self._deaf.items()
-            if now - at <= settings.heartbeat_interval  # ``ask_the_quiet`` probes repeatedly
+            if now - at <= settings.heartbeat_interval  # ``ask_the_quiet`` probes more often
             and at > max(workers[number].heard, fresh)
             and workers[number].fate is Fate.LIVE
         }
@@ -212,7 +216,7 @@ class Lateness:
     def _held_up(
         self, late: dict[WorkerId, str], slow: set[Hashable], replica_of: dict[WorkerId, Hashable], now: float
     ) -> dict[WorkerId, str]:
-        """Return the late workers that run, but wait for a peer of their replica that waits for storage."""
+        """Return late workers that send messages, but wait for a worker of their replica that waits for storage."""
         return {
             number: reason
             for number, reason in late.items()
@@ -222,10 +226,10 @@ class Lateness:
         }
 
     def _replica_of(self) -> dict[WorkerId, Hashable]:
-        """Return worker -> replica for replicas of the last plan that have lost no worker except ones evicted lately.
+        """Return worker -> replica, for complete replicas, and replicas that lost workers only to recent evictions.
 
-        A worker's replica is the one that the worker reports, else the one in the plan's statuses; a worker with
-        neither counts as a replica.
+        *Recent* is the last hang timeout. The replica of a worker is taken from the worker's marks, else from the
+        plan's statuses. A worker without both counts as a replica of one worker.
         """
         statuses = statuses_of(self._epochs.plan)
         replica_of: dict[WorkerId, Hashable] = {}
@@ -241,7 +245,7 @@ class Lateness:
         return {number: replica for number, replica in replica_of.items() if replica not in broken}
 
     def _report(self, answer: Answer, replica_of: dict[WorkerId, Hashable], now: float) -> None:
-        """Report on the launchers' consoles and in the event log that the run waits, or no longer does."""
+        """Report on the launchers' consoles and in the event log that a stall continues, or that it has ended."""
         if answer.say:
             assert self.stall.since is not None
             waited, seconds = self.stall.waited, now - self.stall.since
@@ -258,7 +262,7 @@ class Lateness:
             self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text})
 
     def _describe(self, waited: dict[WorkerId, str]) -> str:
-        """Return workers with their hosts and activities, for messages."""
+        """Return text that names workers, their hosts, and why the run waits for them."""
         named = [f"{self._roster.workers[number].name}: {waited[number]}" for number in sorted(waited)[:NAMED]]
         more = [f"and {len(waited) - NAMED} more workers"] * (len(waited) > NAMED)
         return "; ".join([*named, *more])
@@ -266,7 +270,7 @@ class Lateness:
 
 @dataclass(eq=False)
 class Witnessed:
-    """Asks the witness when a coordinator needs it, and applies its statements. Requests epochs by ``changes``."""
+    """Asks the witness about nodes that may be off, and evicts silent workers on nodes that the witness reports off."""
 
     _roster: Roster
     _leadership: Leadership
@@ -275,7 +279,7 @@ class Witnessed:
     _lateness: Lateness
 
     def look(self, state: State, now: float) -> None:
-        """Ask the witness if the answer matters. Called at every tick, in any state."""
+        """Ask the witness if the run is stalled, or too few members are reached. Called at every tick, in any state."""
         stalled = state in (State.RENDEZVOUS, State.STEADY) and self._lateness.stall.since is not None
         too_few = state is State.RENDEZVOUS and self._rendezvous.too_few
         no_leader = state is State.STANDBY and self._leadership.lacks_members
@@ -286,9 +290,9 @@ class Witnessed:
             self._roster.changes.append("waiting newcomers may be admitted")
 
     def hear(self, testimony: Statement, state: State, now: float) -> None:
-        """Apply a statement of the witness: evict the silent workers on nodes that are off.
+        """Evict the silent workers on nodes that the witness reports off.
 
-        The statement counts for the next rendezvous, because launchers acknowledge that rendezvous after it.
+        An open rendezvous is opened again: the statement counts only if launchers acknowledge a rendezvous after it.
         """
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):

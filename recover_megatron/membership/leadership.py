@@ -5,9 +5,8 @@ have left in order. Unreachable workers are not gone: they may be running on the
 
 The rule for a coordinator that wants to fix the plan of a new epoch with the workers that it reaches:
 
-* If only gone workers are missing, the coordinator may fix it, however few workers are left.
-* If it formed the last epoch itself, it needs at least half of that epoch's members that are not gone (its own vote
-  breaks the tie).
+* If only gone workers are missing, the coordinator may fix the plan, however few workers are left.
+* If this coordinator formed the last epoch, it needs at least half of that epoch's members that are not gone.
 * If a lost coordinator formed that epoch, it needs more than half of these members, and more than half of every
   rendezvous that any member presents as opened after that epoch, since such a rendezvous may have been formed unseen.
 * With a lease (``lease``, on shared storage) one rule holds in both cases: more than half of the epoch's members may
@@ -65,7 +64,7 @@ from recover_megatron.membership.witness import Witness
 
 
 def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bool:
-    """Return whether ``reached`` is more than half of ``members`` that are not ``gone`` (with ``tie``: at least half).
+    """Return whether ``reached`` has more than half of the ``members`` that are not ``gone`` (``tie``: at least half).
 
     If all members are gone, none can be running on another side, so any set is a majority.
     """
@@ -75,26 +74,29 @@ def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bo
 
 
 def may_go_on(reached: Workers, bases: Iterable[Workers], gone: Workers, own: bool) -> bool:
-    """Return whether ``reached`` may continue without a lease. ``own``: this coordinator formed the last epoch."""
+    """Return whether the workers ``reached`` may continue a run that has no lease.
+
+    ``bases``: sets of workers of which a majority is needed. ``own``: this coordinator formed the last epoch.
+    """
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
 
 
 class Standing(Enum):
-    """Permission for the reached members to continue, if some missing workers may be running."""
+    """Permission for the reached workers to continue although some missing workers may be running."""
 
     ENOUGH = "enough"
-    """Continue."""
+    """The reached workers may continue."""
     CLAIM = "claim"
-    """Continue if the lease is granted."""
+    """The reached workers may continue if they get the lease."""
     TOO_FEW = "too few"
-    """Do not continue, because the missing workers may continue."""
+    """The reached workers may not continue, because the missing workers may do so."""
 
 
 def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: int) -> Standing:
-    """Return the permission of ``reached`` with a lease, whichever coordinator formed the last epoch.
+    """Return the permission of the workers ``reached`` to continue a run that has a lease.
 
-    ``slack``: two halves that differ by at most this number of workers can each get the lease, since one node may have
-    more workers left than another. Equal for all candidates of a run.
+    ``slack``: two halves that differ by at most this number of workers can each get the lease, because one node may
+    have more workers left than another. Equal for all candidates of a run.
     """
     answer = Standing.ENOUGH
     for base in bases:
@@ -109,17 +111,18 @@ def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: i
 
 
 def can_tell(reached: Workers, idle: Workers, missing: Workers, own: bool) -> bool:
-    """Return whether ``reached`` knows the commits of the last epoch, or no worker that may run elsewhere does.
+    """Return whether the last commit of the last epoch is known here, or no missing worker may be running.
 
-    ``idle``: members without a part, in an epoch in which others have one; ``missing``: unreached members that are not
-    gone. Members with a part have reported whatever may have been committed, and the coordinator that formed the epoch
-    (``own``) has decided the commits.
+    The commit is known if this coordinator formed the epoch (``own``), or if a member with a part is in ``reached``:
+    such members have reported every iteration that may have been committed. ``idle``: members without a part, in an
+    epoch in which other members have one. ``missing``: unreached members that are not gone.
     """
     return own or not missing or bool(reached - idle)
 
 
 _LEAP, _LEAPS, _STRIDE = 1 << 16, 1 << 12, 1 << 8
-"""A leap is longer than any side's sequence of epochs, and leaps of two coordinators end at different numbers."""
+"""Parts of the leap of epoch numbers in ``Leadership.next_epoch``. A leap is longer than the number of epochs that any
+side forms, and the leaps of two coordinators end at different numbers."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +132,16 @@ class Contest:
     missing: Workers
     """Left-out workers that may still be running."""
     standing: Standing
-    """Permission for the members of the rendezvous to continue without them."""
+    """Permission for the members of the rendezvous to continue without the missing workers."""
     known: bool
-    """True if its members know what the last epoch has committed; otherwise they may not continue."""
+    """True if the members of the rendezvous know the last commit; otherwise they may not continue."""
 
 
 class Leadership:
     """Term of this candidate, and its right to lead.
 
-    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: no lease. ``own``, where a method
-    takes it: the last epoch if this coordinator has formed it; None: the presentations determine it.
+    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: no lease. Parameter ``own`` of the
+    methods: the last epoch if this coordinator has formed it; None: another coordinator did.
     """
 
     def __init__(self, roster: Roster, out: Outbox, salt: int, slack: int | None, witness: Witness) -> None:
@@ -150,16 +153,16 @@ class Leadership:
         self._roster = roster
         self._out = out
         self._salt = salt
-        self._claim: AskForLease | None = None  # the last claim that an epoch waits for
-        self._record: AskForLease | None = None  # the last claim that only records members
+        self._claim: AskForLease | None = None  # the last claim for which a rendezvous waits
+        self._record: AskForLease | None = None  # the last claim that only records members of a formed epoch
         self._claimed_at = 0.0
-        self._verdict: Verdict | None = None  # on ``_claim``
-        self._wait_reported = False  # the wait for ``_claim`` was reported
-        self._led_at = 0.0  # when it began to lead
-        self._leapt = False  # see ``next_epoch``
+        self._verdict: Verdict | None = None  # the answer to ``_claim``; None: no answer yet
+        self._wait_reported = False  # True if the wait for ``_claim`` was reported
+        self._led_at = 0.0  # time at which this candidate began to lead
+        self._leapt = False  # True if the epoch number has leapt (``next_epoch``)
 
     def presented(self, presentation: Presentation) -> bool:
-        """Record a member's presentation. Return whether that changes the known epochs, deaths or departures."""
+        """Record a member's presentation. Return whether it contains a new epoch, death or orderly departure."""
         evidence = self.evidence
         before = (evidence.formed, evidence.bases, evidence.dead, evidence.left)
         evidence.add(presentation)
@@ -181,15 +184,15 @@ class Leadership:
 
     @property
     def lacks_members(self) -> bool:
-        """True if this candidate does not lead because few members are attached, and the rest may continue."""
+        """True if this candidate may not lead because too few members of a run that has begun are attached to it."""
         evidence, reached = self.evidence, self._roster.reached
         began = self.term == 0 and evidence.formed.epoch > 0 and bool(reached & evidence.target)
         return began and self._standing(reached, None) is Standing.TOO_FEW
 
     def _moved(self, now: float) -> bool:
-        """Return whether complete nodes have attached to this candidate: their launchers, and most of their workers.
+        """Return whether nodes have attached to this candidate as a unit: launchers, and most of their workers.
 
-        Otherwise a worker that has only lost its own connection could split the run.
+        Without this rule a worker that has only lost its own connection could split the run.
         """
         roster = self._roster
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -211,16 +214,17 @@ class Leadership:
 
     @property
     def not_come(self) -> list[Member]:
-        """Workers without a session on which the run counts, according to the presentations."""
+        """Live workers without a session on which the run counts, according to the members' presentations."""
         workers = (self._roster.workers[n] for n in sorted(self.evidence.target))
         return [w for w in workers if w.fate is Fate.LIVE and w.session is None]
 
     def gathers_until(self, worker: Member, now: float) -> float:
         """Return the time until which a new coordinator waits for a worker that it does not reach.
 
-        If the worker's launcher reports it as running, it may not answer for a while, so the wait is long. If all
-        attached workers left the lost coordinator because that was silent, and their launchers vouch for them, a
-        running worker would attach at the same time, so the wait is short. Otherwise it is as long as for silent hosts.
+        The wait is long if the worker's launcher vouches for it: the worker is running, but may not answer for a while.
+        The wait is short if all attached workers left the lost coordinator because of its silence, and their launchers
+        vouch for them: a running worker would have left it at the same time. In other cases the wait is a little more
+        than the heartbeat timeout.
         """
         roster, settings = self._roster, self._roster.settings
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -235,11 +239,11 @@ class Leadership:
     # -- continue to lead ---------------------------------------------------------------------------------------------
 
     def has_followers(self, own: Formed | None) -> bool:
-        """Return whether so many members are attached that no other candidate may lead the rest."""
+        """Return whether so many members are attached that no other candidate may lead the other members."""
         return self._standing(self._roster.reached, own) is Standing.ENOUGH
 
     def excuse(self, pause: float) -> None:
-        """Exclude a pause of this process: it waited for no member meanwhile."""
+        """Shift the deadlines by a pause of this process, in seconds."""
         self._led_at += pause
         self._claimed_at += pause
         self.witness.excuse(pause)
@@ -247,9 +251,10 @@ class Leadership:
     # -- leave workers out --------------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """Return a number above those of all epochs that were formed or opened.
+        """Return a number above the numbers of all epochs that are known here.
 
-        If a witness has reported nodes off, the number leaps, once, over the epochs that only lost workers know.
+        When a witness has reported nodes off, workers that knew newer epochs may be lost. Then the number leaps once,
+        so that it is above the numbers of those epochs, too.
         """
         if self.witness.off and not self._leapt:
             self._leapt = True
@@ -258,9 +263,9 @@ class Leadership:
         return self.evidence.highest_epoch
 
     def contest(self, opened: Opened, formed: Formed, own: bool) -> Contest | None:
-        """Return the permission of ``opened`` to follow ``formed``; None: ``opened`` leaves out only gone workers.
+        """Return whether the members of ``opened`` may continue after epoch ``formed``, as a ``Contest``.
 
-        ``formed`` was presented or (``own``) formed by this coordinator.
+        None: they may, because only gone workers are left out. ``own``: this coordinator has formed ``formed``.
         """
         bases = self._bases(formed if own else None)
         missing = self._missing(opened.members, bases)
@@ -292,13 +297,14 @@ class Leadership:
                 self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
             return False
         if not verdict.granted:
-            raise RunOver(EXIT_LOST_MAJORITY, f"the others have continued, so this side stops: {verdict.reason}")
+            raise RunOver(EXIT_LOST_MAJORITY, f"the other workers have continued, so this side stops: {verdict.reason}")
         return True
 
     def formed(self, formed: Formed) -> None:
-        """Ask for the lease after this coordinator has formed an epoch, because the lease must name the newcomers.
+        """Ask for the lease after this coordinator has formed an epoch, so that the lease names all members.
 
-        For ``Witness.lets_in`` the lease must also exclude left-out workers that could use the witness.
+        The lease must name newcomers. For ``Witness.lets_in`` it must also exclude left-out workers, which could
+        otherwise get the lease with the help of the witness.
         """
         claimed = self._claim is not None and (self._claim.term, self._claim.epoch) == (formed.term, formed.epoch)
         if self.slack is not None and not claimed:
@@ -324,7 +330,7 @@ class Leadership:
         self._verdict = verdict
 
     def _standing(self, reached: Workers, own: Formed | None, epoch: int | None = None) -> Standing:
-        """Return the permission of ``reached``; ``epoch``: the open rendezvous whose members they are, if any."""
+        """Return the permission of workers to continue; ``epoch``: the rendezvous whose members they are, if any."""
         bases, gone = self._bases(own), self._roster.gone
         if self.slack is None:
             return Standing.ENOUGH if may_go_on(reached, bases, gone, own is not None) else Standing.TOO_FEW

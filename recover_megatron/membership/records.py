@@ -1,6 +1,6 @@
-"""Records that coordinator and members exchange and keep, settings of the protocol, and its errors.
+"""Records that the coordinator and its members exchange, settings of the protocol, and exceptions.
 
-The errors are the ways in which a wait on the control plane can end without its result.
+A wait on the control plane that ends without its result raises one of these exceptions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ WorkerId = NewType("WorkerId", int)
 Workers = frozenset[WorkerId]
 
 Runs = list[list[int]]
-"""A set of worker ids on the wire: sorted, inclusive runs ``[[first, last], ...]`` (4,000 workers: 10 bytes)."""
+"""A set of worker ids in a message: sorted ranges ``[[first, last], ...]``, both ends included."""
 
 MAX_WORKERS = 1 << 20
-"""Worker ids are below this number, which also limits the size of a set that runs expand to."""
+"""All worker ids are below this number. It also limits the size of the set that ``from_runs`` returns."""
 
 FIRST_JOINED = 1 << 10
 """Lowest number of a candidate that joined after the launch; the number is in the name of its event log."""
@@ -29,7 +29,7 @@ JOINED_FROM = 1 << 19
 """Lowest id of a worker whose launcher joined the run after the launch."""
 
 MOST_ADDED = 3
-"""Maximum number of candidates that joined after the launch in the members' list; another one replaces a lost one."""
+"""Maximum number of candidates in the members' list that joined after the launch. If one is lost, another is listed."""
 
 
 def to_runs(workers: Iterable[int]) -> Runs:
@@ -48,7 +48,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """Return at most ``limit`` characters of ``text``: beginning and end, the best parts of a traceback."""
+    """Return ``text``, cut in the middle to ``limit`` characters. Both ends of a traceback are informative."""
     if len(text) <= limit:
         return text
     mark = f"\n[... {len(text) - limit} or more characters cut ...]\n"
@@ -57,7 +57,7 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def from_runs(runs: Runs) -> Workers:
-    """Unpack the result of ``to_runs``; the runs must have passed ``wire``'s check (bounded, ordered)."""
+    """Return the workers in ``runs``, which must have passed the check in ``wire`` (bounded, ordered)."""
     return cast("Workers", frozenset(worker for first, last in runs for worker in range(first, last + 1)))
 
 
@@ -72,28 +72,28 @@ class Settings:
 
     heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 5.0
-    """A host that is silent for this long is evicted."""
+    """Workers on a host that is silent for this long are evicted."""
     hang_timeout: float = 60.0
-    """A worker that others wait for is evicted after this long without a new progress mark."""
+    """A worker that other workers wait for is evicted after this long without a new progress mark."""
     stall_timeout: float = 600.0
-    """Maximum wait for a process that exists but does not run (stopped), if it cannot be replaced, or if more than
-    half of the replicas are late at once (see ``detect``)."""
+    """Maximum wait for a stopped process that cannot be replaced, and for late workers if more than half of the
+    replicas are late at the same time (see ``detect``)."""
     start_timeout: float = 3600.0
-    """All workers must have attached to the first rendezvous within this time, while data sets are
-    indexed and checkpoints read."""
+    """All workers must have attached to the first rendezvous within this time, in which data sets are indexed and
+    checkpoints are read."""
     max_stuck_epochs: int = 3
-    """The run ends after this many consecutive epochs in which all workers wait and none commits."""
+    """The run ends after more than this many consecutive epochs in which all workers wait for each other."""
 
     grace: float = 0.0
-    """A replica for which all others have waited this long in a step is set aside (``lateness``); 0: never."""
+    """A replica is set aside (``lateness``) if all other replicas have waited for it this long in a step; 0: never."""
     min_replicas: int = 1
-    """No replica is set aside if fewer would remain."""
+    """No replica is set aside if fewer replicas than this number would remain."""
     start_needs_all: bool = False
     """True if the loss of a launched worker before the first plan ends the run."""
 
     @classmethod
     def of(cls, flags: object, **others: Any) -> Settings:
-        """Return settings from the attributes of ``flags``, and ``others``; defaults for the rest."""
+        """Return settings: values of ``others``, attributes of ``flags`` with a setting's name, or the defaults."""
         names = [each.name for each in fields(cls) if hasattr(flags, each.name)]
         return cls(**{name: getattr(flags, name) for name in names}, **others)
 
@@ -123,7 +123,7 @@ class Formed:
 
     @classmethod
     def from_wire(cls, message: Mapping[str, Any], prefix: str = "") -> Self:
-        """Return the epoch that these fields of a checked message name."""
+        """Return the epoch in a checked message, from the fields that ``to_wire`` writes with this ``prefix``."""
         members, term = message.get(f"{prefix}members", []), message.get(f"{prefix}term", 0)
         return cls(message[f"{prefix}epoch"], from_runs(members), term)
 
@@ -141,7 +141,7 @@ class Plan:
     committed: int
     """The last committed iteration. A worker that had reported done(t) with t <= committed must apply step t."""
     data: Json
-    """The planner's answer."""
+    """The planner's answer, a JSON value."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,16 @@ class PlanRequest:
     members: tuple[WorkerId, ...]
     """Sorted worker ids of the new epoch."""
     statuses: Mapping[WorkerId, Json]
-    """Status that each member joined with."""
+    """Worker id -> the status with which the member joined."""
     previous: Json
     """The plan data of the last formed epoch; None before the first."""
     committed: int
     """The last committed iteration, including decisions of this rendezvous."""
     lost: Mapping[WorkerId, Json] = field(default_factory=dict)
-    """Members of the last epoch that died or were evicted -> last known ``iteration`` and ``phase``."""
+    """Missing member of the last epoch that has not left in order -> last known ``iteration`` and ``phase``, and
+    ``aside`` (True if the worker was set aside)."""
     drain: tuple[str, ...] = ()
-    """Nodes that will be switched off if the members can do without them."""
+    """Names of nodes that will be switched off if the members decide that the run can continue without them."""
     aside: tuple[WorkerId, ...] = ()
     """Live workers that were set aside as late, and may come back."""
 
@@ -169,9 +170,9 @@ Planner = Callable[[PlanRequest], Json]
 
 
 def members_only(request: PlanRequest) -> Json:
-    """Return a plan from which the members plan themselves: members, their statuses, and the lost workers.
+    """Return a plan that only lists members, their statuses, and lost workers; each member computes the rest from it.
 
-    It also lists the nodes to ``drain`` and the workers ``aside``, if there are any.
+    The plan also lists the nodes to ``drain`` and the workers ``aside``, if there are any.
     """
     plan = {
         "members": list(request.members),
@@ -213,7 +214,7 @@ _COUNTER_SHIFT = 32
 
 
 def next_term(highest: int, salt: int) -> int:
-    """Return a unique term above ``highest``: the next counter, and ``salt`` (32 random bits)."""
+    """Return a term above ``highest``: the next counter in the high bits, and ``salt`` (random) in the low 32 bits."""
     return ((highest >> _COUNTER_SHIFT) + 1 << _COUNTER_SHIFT) | salt
 
 
@@ -247,7 +248,7 @@ def presentation_from_wire(message: Mapping[str, Any]) -> Presentation:
 
 
 class Evidence:
-    """Merged presentations that a candidate has seen, from which it knows a lost coordinator's state. It only grows."""
+    """Merge of all presentations that a candidate has received: its knowledge of a lost coordinator's state."""
 
     def __init__(self, world: int) -> None:
         self.formed = Formed(0, first_workers(world))
@@ -258,7 +259,7 @@ class Evidence:
         self.dead: Workers = frozenset()
         self.left: Workers = frozenset()
         self.aside: Workers = frozenset()
-        """Live workers that the newest known rendezvous has left out; safety does not depend on it."""
+        """Live workers that the newest known rendezvous left out because they are late. No safety rule uses it."""
         self._aside_in = (0, 0)  # term and epoch of that rendezvous
 
     def add(self, presentation: Presentation) -> None:
@@ -280,7 +281,7 @@ class Evidence:
 
     @property
     def unfinished(self) -> list[Opened]:
-        """Rendezvous opened after the last epoch that is known to be formed: each may have been formed unseen."""
+        """Rendezvous newer than the last epoch known to be formed. Each may have got a plan that is not known here."""
         return [self.opened[key] for key in sorted(self.opened) if self.opened[key].epoch > self.formed.epoch]
 
     @property
@@ -290,7 +291,7 @@ class Evidence:
 
     @property
     def target(self) -> Workers:
-        """Members of the newest rendezvous: the run counts on them; all others were evicted."""
+        """Workers that the run counts on: members of the newest known rendezvous, formed or not."""
         unfinished = self.unfinished
         return unfinished[-1].members if unfinished else self.formed.members
 
@@ -308,11 +309,11 @@ EXIT_FENCED = 13
 
 
 class MembershipError(Exception):
-    """Base class of the exceptions that a state of the run causes in this package (never a programming error)."""
+    """Base class of this package's exceptions that report a state of the run, never a programming error."""
 
 
 class EpochRevoked(MembershipError):
-    """Raised when the epoch of the operation is over; ``join`` the next one with your status."""
+    """Raised when the epoch of an operation is over. The caller must ``join`` the next epoch."""
 
     def __init__(self, epoch: int, reason: str = "") -> None:
         super().__init__(f"epoch {epoch} was revoked" + (f": {reason}" if reason else ""))
@@ -327,9 +328,9 @@ class Fenced(MembershipError):
 class CoordinatorLost(MembershipError):
     """Raised when no coordinator may continue the run for this worker; ``code`` is the exit code.
 
-    ``by``: the worker whose message ended the run for all (``give_up``, ``report_exception``); None: no worker's.
-    ``told``: True if a coordinator has reported the end; False if no coordinator was reached: the run may continue
-    elsewhere, or may have ended well.
+    ``by``: the worker that ended the run for all (``give_up``, ``report_exception``); None: no worker ended it.
+    ``told``: True if a coordinator has reported the end. False if no coordinator was reached: then the run may continue
+    without this worker, or may have ended well.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """Roster of a coordinator: workers, node agents, their sessions, and the workers' fates.
 
-    dead   its process has certainly ended: its kernel closed the session, or its launcher saw the end
-    out    evicted, since its host is silent or it hangs (``detect``): it is notified if it ever wakes up, and killed by
-           its launcher; until that is confirmed it may be running elsewhere (``leadership``)
-    left   it has sent bye
-    aside  its replica is late (``Settings.grace``): in no epoch until it asks for a place, from then on as a newcomer
+    dead   the worker's process has certainly ended: its kernel closed the session, or its launcher saw the end
+    out    the worker was evicted, because its host is silent or it hangs (``detect``). Its launcher kills it. Until the
+           launcher reports the end, the worker may be running on another side of a partition (``leadership``)
+    left   the worker has finished, and has sent ``bye``
+    aside  the worker's replica is late (``Settings.grace``). When the worker asks for a place, it is like a newcomer
 
-Only *aside* is ever undone. A worker that abandons this coordinator has none of these fates, but is *awaited*: it is
-alive and has no session. A *newcomer* is a worker whose id is not from the launch (launch ids are below ``world``). It
-is known once it attaches, or a member presents an epoch that counts on it. Ids are never reused.
+Only *aside* can be undone. A worker that abandons this coordinator stays live and is *awaited*: it has no session, but
+may come back. A *newcomer* has an id that is not from the launch (launch ids are below ``world``). The coordinator
+knows a newcomer that has attached, or that is in an epoch that a member has presented. Ids are never reused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Formed, Json, Settings, WorkerId, Workers, to_runs
 
 ENDED_IN_ORDER = "exit code 0"
-"""Text that a launcher reports for a worker whose process ended in order."""
+"""Text with which a launcher reports that a worker's process ended in order."""
 
 
 class Fate(Enum):
-    """Status of a worker in the run. All except LIVE and ASIDE are final."""
+    """Status of a worker in the run. Only a LIVE or ASIDE worker can be in a later epoch."""
 
     LIVE = "live"
     ASIDE = "aside"
@@ -51,40 +51,40 @@ class Member:
     """Node that the worker's status names; before its first status, the name of its launcher."""
     heard: float = 0.0
     excused: float = 0.0
-    """Seconds of the present silence in which this coordinator could not receive the worker's messages."""
+    """Seconds since the worker's last message in which this coordinator did not run and so could not receive any."""
     awaited_until: float = 0.0
     """Time until which a worker that abandoned this coordinator is awaited, because it may come back."""
     left_silence: bool = False
-    """True if the worker left its last coordinator because of silence, not because the connection had ended."""
+    """True if the worker left its last coordinator because that coordinator was silent, not because of a disconnect."""
     done: int = 0
     idle_in: int = 0
-    """The last epoch in which this worker reported that it has no part; valid for that epoch only. 0: none."""
+    """Number of the last epoch in which this worker has reported that it has no part; 0: none."""
     vacant: bool = False
     """True if the worker has reported that no worker has a part in epoch ``idle_in``."""
     joined: int = 0
     """Number of the last rendezvous that the worker joined; 0: none."""
     heard_of: int = 0
-    """The last rendezvous for which the worker has confirmed that it uses no result of an earlier epoch any more."""
+    """The last rendezvous whose revoke the worker has confirmed: it uses no result of an earlier epoch any more."""
     status: Json = None
     formed_epoch: int = 0
-    """The last epoch whose plan this worker holds, as it has presented."""
+    """Number of the last epoch whose plan the worker had when it attached; 0: none."""
     new: bool = False
-    """True while a newcomer, or a worker back from being set aside, has no plan: the next rendezvous includes it."""
+    """True while the worker has no plan because it is a newcomer, or is back after it was set aside."""
     aside_since: float = 0.0
     back: bool = False
     """True if the worker was set aside, has asked for a place again, and has no new plan yet."""
     ended_at: float | None = None
-    """Time of the launcher's report of an orderly end, if the worker's connection was still open; None: no report."""
+    """Time at which the launcher reported exit code 0 although the worker's connection was open; None: not reported."""
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """Worker id and host, for messages."""
         return f"worker {self.number} on {self.host or 'an unknown host'}"
 
 
 @dataclass
 class NodeAgentStatus:
-    """A launcher that watches the workers of its node."""
+    """State of one launcher, as far as this coordinator knows it."""
 
     node: str
     session: int | None
@@ -93,17 +93,17 @@ class NodeAgentStatus:
     running: set[WorkerId] = field(default_factory=set)
     """Workers that the launcher has started and has not seen end."""
     awaited_until: float = 0.0
-    """Time until which a launcher that abandoned this coordinator still vouches for its workers: it is alive, and may
-    come back."""
+    """Time until which the launcher still vouches for its workers after it has abandoned this coordinator, because it
+    may come back."""
     acknowledged: int = 0
     """The last rendezvous that the launcher has acknowledged; 0: none."""
     delivered: int = 0
-    """The last rendezvous whose revoke lies unread at the stopped launcher, which will read it before it abandons
-    this coordinator."""
+    """The last rendezvous whose revoke has reached the host of a launcher that is stopped. The launcher will read it
+    before it abandons this coordinator."""
     silent: bool = False
     """True if no message of the launcher has arrived for the heartbeat timeout."""
     asked: float = 0.0
-    """Seconds that the launcher had been silent when it was last sent a message to answer."""
+    """Seconds for which the launcher had been silent when this coordinator last asked for a sign of life; 0: never."""
     ended: bool = False
     """True if the launcher's process has ended, so it can report to no coordinator any more."""
     stopping: int = 0
@@ -119,18 +119,18 @@ class Roster:
         self.settings = settings
         self.workers = {n: Member(n, WorkerProgress(n)) for n in map(WorkerId, range(world))}
         self.node_agents: dict[str, NodeAgentStatus] = {}
-        """Name of the node -> its launcher."""
+        """Node name -> launcher of that node."""
         self.sessions: dict[int, Member | NodeAgentStatus] = {}
         self.changes: list[str] = []
         """Reasons to open the next rendezvous, as text; empty: none."""
         self.fault_at: float | None = None
         """Time of the first fault since the last plan; None: no fault."""
         self.required_aside: Workers = frozenset()
-        """Set-aside workers that the next epoch needs, because no other worker with a part is left."""
+        """Set-aside workers that the next epoch must wait for, because no other worker with a part is left."""
         self.was_abandoned = False
         """True if a member has abandoned this coordinator and may follow another one."""
         self._unclear_ends: set[WorkerId] = set()
-        """Workers with exit code 0 while this candidate did not lead: it does not know whether they left the run."""
+        """Workers that ended with exit code 0 before this candidate led. They may or may not have left the run."""
         self._out = out
 
     # -- views --------------------------------------------------------------------------------------------------------
@@ -146,12 +146,12 @@ class Roster:
 
     @property
     def newcomers(self) -> Workers:
-        """Workers that wait for their first plan."""
+        """Connected workers that wait for a plan: newcomers, and workers back after they were set aside."""
         return frozenset(n for n in self.reached if self.workers[n].new)
 
     @property
     def returning(self) -> Workers:
-        """Newcomers that were set aside before."""
+        """Connected workers that were set aside, have asked for a place again, and have no plan yet."""
         return frozenset(n for n in self.newcomers if self.workers[n].back)
 
     def with_fate(self, fate: Fate) -> Workers:
@@ -164,7 +164,7 @@ class Roster:
     def blind(self, epoch: Formed) -> Workers:
         """Return the idle members of ``epoch`` that do not know what the epoch has committed.
 
-        If no worker has a part in it, all members know that nothing was committed.
+        If all members are idle and have reported that (``vacant``), they know that nothing was committed.
         """
         return frozenset(number for number in self.idle(epoch) if not self.workers[number].vacant)
 
@@ -177,16 +177,16 @@ class Roster:
         return [w.session for w in self.node_agents.values() if w.session is not None]
 
     def node_agent_of(self, worker: Member) -> NodeAgentStatus | None:
-        """Return the worker's launcher: named by the worker, else the one that reports the worker as running."""
+        """Return the launcher that the worker names; if it names none, the launcher that reports it as running."""
         if worker.node_agent:
             return self.node_agents.get(worker.node_agent)
         return next((w for w in self.node_agents.values() if worker.number in w.running), None)
 
     def vouched(self, worker: Member, now: float) -> bool:
-        """Return whether the worker's launcher is connected and not silent, so it would have reported its end.
+        """Return whether the worker's launcher is connected and not silent, so it would have reported the worker's end.
 
-        Also True while the launcher is awaited: it abandoned this coordinator because the coordinator did not run,
-        which is no fault of its workers.
+        Also True while a launcher that abandoned this coordinator is awaited: it did so because the coordinator did not
+        run, which is no fault of the workers.
         """
         node_agent = self.node_agent_of(worker)
         if node_agent is None or node_agent.session is None:
@@ -195,13 +195,13 @@ class Roster:
 
     @staticmethod
     def silence(peer: Member | NodeAgentStatus, now: float) -> float:
-        """Return for how many seconds a peer was silent while this coordinator could have received its messages."""
+        """Return for how many seconds a peer was silent, without the time in which this coordinator did not run."""
         return now - peer.heard - peer.excused
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def meet(self, numbers: Iterable[WorkerId]) -> None:
-        """Add the workers that are not known yet: newcomers that other members know."""
+        """Add workers that are not in the roster yet, such as newcomers that other members have presented."""
         for number in numbers:
             if number not in self.workers:
                 self.workers[number] = Member(number, WorkerProgress(number))
@@ -216,7 +216,7 @@ class Roster:
             peer.silent, peer.asked = False, 0.0
 
     def excuse(self, pause: float, now: float) -> None:
-        """Exclude a pause of this process from all silences, after all waiting messages were received."""
+        """Exclude a pause of this process from the silence of all members. All pending messages must have been read."""
         for worker in self.workers.values():
             worker.excused = min(worker.excused + pause, now - worker.heard)
             worker.awaited_until += pause
@@ -236,7 +236,7 @@ class Roster:
     def from_node_agent(
         self, node_agent: NodeAgentStatus, session: int, message: Mapping[str, Any], term: int, now: float
     ) -> None:
-        """Handle a launcher's message to the coordinator of ``term``."""
+        """Record a launcher's message. ``term``: this coordinator's term; 0: it does not lead."""
         match message["type"]:
             case "beat":
                 self._out.send([session], {"type": "beat"})
@@ -258,7 +258,7 @@ class Roster:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def bind(self, peer: Member | NodeAgentStatus, session: int, now: float) -> None:
-        """Bind the peer to this session, and close its earlier session."""
+        """Record that the peer uses this session, and close the peer's earlier session, if any."""
         self.unbind(peer)
         peer.session = session
         self.hear(peer, now)
@@ -271,7 +271,7 @@ class Roster:
             self._out.do(Close(session))
 
     def forget(self, session: int) -> Member | NodeAgentStatus | None:
-        """Drop a session that has ended. Return its peer."""
+        """Remove a session that has ended. Return its worker or launcher; None if it had none."""
         peer = self.sessions.pop(session, None)
         if peer is not None:
             peer.session = None
@@ -280,7 +280,7 @@ class Roster:
         return peer
 
     def refuse(self, session: int, reason: str) -> None:
-        """Refuse a peer, which then tries another candidate."""
+        """Send a refusal and close the session. The refused peer then tries another candidate."""
         self._out.log("refused", reason=reason)
         self._out.send([session], {"type": "refused", "reason": reason})
         self._out.do(Close(session))
@@ -298,8 +298,8 @@ class Roster:
     def abandoned(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
         """Record that a worker abandons this coordinator to look for another one; ``followed``: this coordinator leads.
 
-        The worker comes back if there is no other coordinator, unless its launcher reports its end. It is not evicted,
-        because a pause of this coordinator is no fault of the worker.
+        The worker is awaited, because it comes back if it finds no other coordinator. It is not evicted, because a
+        pause of this coordinator is no fault of the worker.
         """
         self._out.log("abandoned", worker=worker.number, reason=reason)
         self.unbind(worker)
@@ -309,7 +309,7 @@ class Roster:
             self.changes.append(f"{worker.name} abandoned this coordinator and is awaited")
 
     def merge_ends(self, dead: Workers, left: Workers) -> None:
-        """Record deaths and orderly departures that another coordinator knew."""
+        """Record the workers that members have presented as dead, or as having left in order."""
         for number in dead | left:
             worker = self.workers[number]
             if worker.fate is not Fate.LEFT:
@@ -319,7 +319,8 @@ class Roster:
     def exclude(self, worker: Member, reason: str, now: float, together: Workers = frozenset()) -> None:
         """Evict a worker that may still be running: notify it, and order its launcher to kill it.
 
-        ``together``: all workers that are evicted at once, so that their launcher reports none of them as continuing.
+        ``together``: all workers that are evicted with this one. The launcher receives this set, so that it does not
+        report one of these workers as continuing.
         """
         self.changes.append(f"{worker.name} is evicted: {reason}")
         worker.fate = Fate.OUT
@@ -330,14 +331,14 @@ class Roster:
         self.kill(worker, reason, together)
 
     def set_aside(self, workers: Iterable[WorkerId], reason: str, now: float) -> None:
-        """Continue without live workers that are late and may come back."""
+        """Set live workers aside: the run continues without them, because they are late. They may come back."""
         for worker in (self.workers[number] for number in sorted(workers)):
             self.changes.append(f"{worker.name} is set aside: {reason}")
             worker.fate, worker.aside_since = Fate.ASIDE, now
             self._out.log("aside", worker=worker.number, host=worker.host, reason=reason)
 
     def take_back(self, worker: Member, now: float) -> None:
-        """Take back a set-aside worker that asks for a place."""
+        """Record that a set-aside worker asks for a place: it is live again, and waits for a plan like a newcomer."""
         self.changes.append(f"{worker.name} is back")
         worker.fate, worker.new, worker.back, worker.idle_in, worker.progress.marked = Fate.LIVE, True, True, 0, now
         self._out.log("back", worker=worker.number, host=worker.host, seconds=now - worker.aside_since)
@@ -359,10 +360,10 @@ class Roster:
     def _ended(self, number: WorkerId, how: str, now: float, *, leads: bool) -> None:
         """Record a launcher's report that a worker's process has ended.
 
-        If it ended in order while this candidate does not lead, only another coordinator may know whether the worker
-        had left the run.
+        If a process ended in order while this candidate did not lead, the candidate does not know whether the worker
+        had left the run. Another coordinator may know it.
         """
-        if number not in self.workers:  # a newcomer that never attached here: others may still present it
+        if number not in self.workers:  # a newcomer that never attached here; other members may present it later
             self.meet([number])
             self.workers[number].fate = Fate.DEAD
             return
@@ -376,15 +377,15 @@ class Roster:
             self.dead(worker, f"its process has ended ({how})", now)
 
     def log_unclear_ends(self, now: float) -> None:
-        """Log as dead the workers that ended in order without leaving the run, once all presentations are known."""
+        """Log as dead the workers that ended with exit code 0 and that no member has presented as having left."""
         for number in sorted(self._unclear_ends & self.with_fate(Fate.DEAD)):
             self._fault("dead", self.workers[number], f"its process has ended ({ENDED_IN_ORDER})", now)
         self._unclear_ends.clear()
 
     def expire_ended(self, now: float) -> None:
-        """Mark as dead the workers whose processes ended in order some time ago, without a ``bye``.
+        """Record as dead the workers that sent no ``bye`` although their processes ended in order some time ago.
 
-        The end of their connections cannot be relied on, because a child process may keep the connections open.
+        Their connections may stay open, because child processes may hold copies of the sockets.
         """
         for worker in self.workers.values():
             ended = worker.ended_at

@@ -1,17 +1,17 @@
 """Views for observers: the coordinator's state as one bounded JSON object, and the history that it needs.
 
     observer                                  coordinator
-       |  (challenge, auth, proof, as any)         |
+       |  (challenge, auth, proof, as a member)    |
        |  observe  ------------------------------> |
        |  <------------------------------  view    |   a pure function of the state
        |  observe ...                              |
-       |  <------------------------------  stop    |   the run has ended meanwhile
+       |  <------------------------------  stop    |   instead of a view, if the run has ended
 
-An observer is no member. No worker waits for it, it counts in no quorum, and its messages change only
-``Observing.sessions``; except ``drain``, which is answered in the same way (``drains``). The cost is bounded: each
-observer is answered once in ``PAUSE_SECONDS``, there are at most ``MAX_OBSERVERS`` (a new one replaces the quietest), a
-view has at most ``MAX_ROWS`` workers, and every text in it is cut. So a view fits ``wire.MAX_TO_MEMBER``, whatever the
-members have sent.
+An observer is no member: no worker waits for it, and it counts in no quorum. Its messages change only
+``Observing.sessions``, except that ``drain`` also requests a drain (``drains``). The cost is bounded: an observer that
+asks again within ``PAUSE_SECONDS`` is refused, there are at most ``MAX_OBSERVERS`` (a new one replaces the one that was
+silent the longest), a view lists at most ``MAX_ROWS`` workers, and every text in a view is cut. So a view fits
+``wire.MAX_TO_MEMBER``, whatever the members have sent.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from recover_megatron.membership.records import Json, WorkerId, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
 PAUSE_SECONDS = 0.4
-"""An observer that asks again within this time is refused."""
+"""An observer that asks again within this many seconds is refused."""
 MAX_OBSERVERS = 8
 MAX_ROWS = 8192
-"""Maximum number of workers in one view; workers that are not live are preferred."""
+"""Maximum number of workers in one view. If there are more, live workers are left out first."""
 LAST = 10
-"""Number of faults and recoveries that are remembered."""
+"""Maximum number of faults, and of recoveries, that a coordinator remembers."""
 
-_NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # characters, of which JSON may make twelve bytes each
+_NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # maximum characters; JSON may need 12 bytes for each
 _NUMBERS = ("replica", "position", "slot", "at", "iteration", "total", "quota", "device")
 _TEXTS = {"note": _NOTE, "node": _NAME}
 _FAULTS = ("fault", "exception", "stuck", "give_up")
 
 
 class History:
-    """Data that the coordinator's state lacks: reasons and times of departures, the last faults, recoveries and commit.
+    """Data for views that the coordinator's state lacks: reasons and times of ends, last faults, recoveries and commit.
 
-    It is built from the records of the event log. A coordinator that took over knows only events since then.
+    It is built from the records of the event log. A coordinator that took over knows only events since its takeover.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class History:
         self.recoveries: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.committed_at: float | None = None
         self.ends: dict[WorkerId, tuple[float, str]] = {}
-        """Worker -> time and reason of its end (or of the report that it will end)."""
+        """Worker -> time and reason of its end, or of being set aside, or of the exception that will end it."""
         self.evicted: set[WorkerId] = set()
-        """Workers that were evicted; when their launchers kill them later, that is no further end."""
+        """Evicted workers. A view still shows them as evicted after their launchers have killed them."""
         self.replicas: set[int] = set()
-        """Ids of all replicas of any plan."""
+        """Ids of all replicas that were in any plan."""
         self.replica_size = 0
         """Number of workers of a complete replica: the most that a replica had in any plan."""
         self._reasons: list[str] = []
@@ -109,7 +109,7 @@ class History:
 
 
 def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
-    """Return the bounded statuses of a plan's members; empty if the planner's answer has none."""
+    """Return worker id -> bounded status, for the members of a plan; empty if the planner's answer has no statuses."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
     if not isinstance(statuses, dict):
         return {}
@@ -118,7 +118,7 @@ def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
 
 
 def _bounded(status: Json) -> dict[str, Json]:
-    """Return the displayed parts of a status, without missing keys and values of other types."""
+    """Return the fields of a status that a view shows, cut to size. Fields with a wrong type of value are left out."""
     if not isinstance(status, dict):
         return {}
     numbers = {name: status[name] for name in _NUMBERS if type(status.get(name)) is int and abs(status[name]) < 1 << 53}
@@ -129,7 +129,7 @@ def _bounded(status: Json) -> dict[str, Json]:
 
 @dataclass(eq=False)
 class Observing:
-    """Sessions that observe one coordinator. Reads all parts and changes none, except ``Drains`` on request."""
+    """Observers of one coordinator, and the views that they get. Their only request that changes the run is a drain."""
 
     _roster: Roster
     _leadership: Leadership
@@ -160,11 +160,11 @@ class Observing:
 
     @property
     def _is_taking_over(self) -> bool:
-        """True if this coordinator leads a run that has begun, and does not know yet what its members have decided."""
+        """True if the run has begun, and this coordinator has not formed an epoch of it yet."""
         return self._epochs.formed.epoch > 0 and not self._epochs.own
 
     def view(self, state: State, now: float) -> dict[str, Any]:
-        """Return the message that shows a run; ``state``: state of the coordinator. Change nothing."""
+        """Return the message ``view``, which describes the run. ``state``: state of the coordinator."""
         epochs, history, stall, workers = self._epochs, self.history, self._stall, self._roster.workers
         statuses = statuses_of(epochs.plan)
         gone_first = sorted(workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))

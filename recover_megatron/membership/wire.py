@@ -1,7 +1,7 @@
 """Messages of the control plane: frames (``network.connection``) checked against a schema before use.
 
-No incoming data is trusted: every field has a type and a bound; unknown types and unknown fields are errors. An error
-is a ``WireError``, and it costs only the connection that it came from.
+No incoming data is trusted: every field has a type and a bound; unknown types and unknown fields are errors. An invalid
+message raises ``WireError``, and only the connection that sent it is closed.
 
 A connection begins with the proof of the job's secret, like any connection of the run (``network.connection``):
 
@@ -43,7 +43,7 @@ MAX_TRIED = 4096
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, tuple[Check, bool]]
-"""Field name -> (its check, whether it is required)."""
+"""Field name -> (check of the field's value, whether the field is required)."""
 
 
 def _integer(low: int, high: int) -> Check:
@@ -76,7 +76,7 @@ def _address(value: Any) -> bool:
 
 
 def _loss(value: Any) -> bool:
-    """Check a step and its loss; null: the loss is not finite."""
+    """Return whether ``value`` is a list of a step and its loss, which is None if it is not finite."""
     if type(value) is not list or len(value) != 2 or not _ITERATION(value[0]):
         return False
     return value[1] is None or (type(value[1]) is float and math.isfinite(value[1]))
@@ -250,7 +250,7 @@ def encode(message: Mapping[str, Any], limit: int = MAX_TO_MEMBER) -> bytes:
 
 
 def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
-    """Return one checked message. Raises ``WireError`` for anything else."""
+    """Return the message in ``body`` if it fits one of ``schemas``. Raises ``WireError`` if it does not."""
     message = connection.parse(body)
     kind = message.get("type")
     schema = schemas.get(kind) if type(kind) is str else None
@@ -282,7 +282,7 @@ class Decoder(connection.Decoder):
 
 
 SECRET_FILE = "secret"
-"""Name of the file in a launch's log folder with the secret that the launch generated."""
+"""Name of the file with the secret that a launch generated; the file is in the log folder of the launch."""
 MIN_SECRET = 16
 """Minimum bytes of a secret: shorter secrets can be guessed offline from one recorded handshake."""
 
@@ -301,7 +301,7 @@ class Secret:
         return "Secret(...)"
 
     def mac(self, role: str, coordinator_nonce: str, member_nonce: str) -> str:
-        """Return the proof of ``role`` ("member" or "coordinator") for one pair of nonces, in hex."""
+        """Return the hex HMAC by which ``role`` ("member" or "coordinator") proves that it knows the secret."""
         return connection.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
 
     def answer(self, challenge: Mapping[str, Any]) -> tuple[dict[str, str], str]:
@@ -316,7 +316,7 @@ class Secret:
 
 
 def read_secret_file(path: Path) -> Secret:
-    """Return the secret in a file of mode 0600 (or stricter) owned by this user. Raises ``SecretError``."""
+    """Return the secret in a file of mode 0600 (or stricter) owned by this user or root. Raises ``SecretError``."""
     try:
         with path.open("rb") as file:
             info = os.fstat(file.fileno())

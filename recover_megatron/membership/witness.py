@@ -2,25 +2,25 @@
 
 A witness is the manager of the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It only reports nodes
 as off, which is final. If the witness does not reach a node, that proves nothing, because the witness may be cut off.
-Its statements let workers continue only if fewer than half of the workers are reached, so that ``leadership`` does not
-let the reached workers ask for the lease. They may ask then if *no other worker can be running*, by ``alone``:
+The statements matter only if so few workers are reached that ``leadership`` does not let them ask for the lease. With
+the witness they may ask for it if *no other worker can be running*, by ``alone``:
 
 * every missing worker was started by a launcher of the launch (``JOINED_FROM``), and
 * each node of the launch is off, or is *here*: its launcher is reached, and all its workers are members, or gone.
 
-Why no second side can continue then. Let B be the side that uses the witness, A another one that has left B out. The
-members of A are those of the last epoch that B knows, and newcomers. Processes on a node that is off have ended.
+Why no second side can continue then. Let B be the side that uses the witness, and A another side that has left B out.
+The members of A are members of the last epoch that B knows, and newcomers. Processes on a node that is off have ended.
 Processes on a node that is here are members of B, as its launcher reported after the testimony (``Witness.opened``), so
-they do not follow A any more. Newcomers of launchers that joined remain: they may run anywhere, unknown to B. So a side
-that has left out a worker that may be running admits such newcomers only when the lease names this side, without the
-left-out workers (``Witness.lets_in``); then B, which needs the lease, is refused it. A coordinator that took over
-cannot know which workers the previous one has left out: its members may not know
-a newcomer of an earlier epoch. So this coordinator, too, admits such newcomers only when the lease names its side.
+they do not follow A any more. Only newcomers of launchers that joined remain: they may run anywhere, unknown to B. So a
+side that has left out a worker that may be running admits such newcomers only when the lease names this side without
+the left-out workers (``Witness.lets_in``). Then B, which needs the lease, does not get it. A coordinator that took over
+cannot know which workers the previous coordinator has left out. So it, too, admits such newcomers only when the lease
+names its side.
 
-A death that a witness reports never counts like one that a launcher has seen. *Gone* removes workers from the count of
-every side, and a member that reports a death presents what the dead worker followed. A witness presents nothing. If
-deaths that it reports counted as gone, a side of three of five workers could continue, lose two with their node, and
-continue with the last one, while the two other workers, informed of the two deaths, would be two of three.
+A death that a witness reports does not make a worker *gone* (``leadership``), unlike a death that a launcher has seen.
+Gone workers do not count on any side. A launcher that reports a death also presents the rendezvous that it knows; a
+witness presents nothing. If the witness's deaths counted as gone, two sides could continue: three of five workers
+continue, lose two with their node, and continue with the last one; the other two workers would be two of three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recover_megatron.membership.records import JOINED_FROM, Formed, WorkerId, W
 from recover_megatron.membership.roster import Fate, Roster
 
 ASK_SECONDS = 2.0
-"""Seconds between two questions to the witness."""
+"""Minimum seconds between two requests to the witness."""
 
 
 def alone(
@@ -43,10 +43,10 @@ def alone(
     off: frozenset[str],
     here: Mapping[str, Iterable[WorkerId]],
 ) -> bool:
-    """Return whether no worker except ``members`` can be running: see above.
+    """Return whether no worker except ``members`` can be running, by the rule in the module's docstring.
 
-    ``nodes``, ``off``: nodes of the launch, and nodes reported off, by the names of their launchers. ``here``: reached
-    launcher -> workers that it runs. If a reached node is reported off, the witness is not trusted.
+    ``nodes``: names of the launchers of the launch. ``off``: launchers whose nodes are reported off. ``here``: reached
+    launcher -> workers that it runs. If a reached node is reported off, the witness is wrong, and the result is False.
     """
     return (
         bool(off)
@@ -58,10 +58,10 @@ def alone(
 
 
 class Witness:
-    """Statements of the witness to one coordinator, and their consequences.
+    """Statements that one coordinator has received from the witness, and their consequences.
 
-    ``nodes``: nodes of the launch, by the names of their launchers; empty: this candidate cannot ask the witness,
-    because its launcher joined after the launch. None: there is no witness, and all methods do nothing.
+    ``nodes``: names of the launchers of the launch. Empty: this candidate cannot ask the witness, because its launcher
+    joined after the launch. None: the run has no witness, and all methods do nothing.
     """
 
     def __init__(self, roster: Roster, out: Outbox, nodes: frozenset[str] | None) -> None:
@@ -69,20 +69,20 @@ class Witness:
         self.off: frozenset[str] = frozenset()
         """Nodes that the witness has reported off."""
         self.took_over = False
-        """True if another coordinator led before this one: it may have left out workers that are unknown here."""
+        """True if another coordinator led before this one. It may have left out workers that are not known here."""
         self._roster = roster
         self._out = out
-        self._off_at_opening: frozenset[str] = frozenset()  # nodes that were off when the rendezvous was opened
+        self._off_at_opening: frozenset[str] = frozenset()  # nodes known to be off when the open rendezvous was opened
         self._asked_at: float | None = None
         self._needed_since: float | None = None
         self._reasons: set[str] = set()
         self._asked: dict[tuple[int, int], Workers] = {}  # term and epoch of a claim -> its members
-        self._granted = False  # the first of these claims, or a later one, holds the lease
+        self._granted = False  # True if a claim in ``_asked`` holds the lease
 
     # -- questions and statements -------------------------------------------------------------------------------------
 
     def ask(self, now: float, needed: bool) -> None:
-        """Ask about the unreached nodes, if an answer is ``needed``. Called at every tick."""
+        """Ask about all unreached nodes if an answer was ``needed`` for a heartbeat interval. Called at every tick."""
         if not needed or not self.nodes:
             self._needed_since = None
             return
@@ -105,18 +105,18 @@ class Witness:
         return new
 
     def waits(self, now: float) -> bool:
-        """Return whether members that may not continue must still wait for the witness (``lost_timeout`` at most)."""
+        """Return whether members too few to continue must still wait for the witness (at most ``lost_timeout``)."""
         since = self._needed_since
         return bool(self.nodes) and (since is None or now <= since + self._roster.settings.lost_timeout)
 
     def excuse(self, pause: float) -> None:
-        """Exclude a pause of this process."""
+        """Shift the deadline of the wait for the witness by a pause of this process, in seconds."""
         self._needed_since = None if self._needed_since is None else self._needed_since + pause
 
     # -- consequences -------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """Note that a rendezvous is opened, which launchers acknowledge later than all statements received so far."""
+        """Record that a rendezvous was opened. Launchers acknowledge it after all statements received until now."""
         self._off_at_opening = self.off
 
     def leaves_alone(self, members: Workers, missing: Workers, epoch: int | None) -> bool:
@@ -145,11 +145,11 @@ class Witness:
     # -- newcomers of launchers that joined ---------------------------------------------------------------------------
 
     def lets_in(self, number: WorkerId, formed: Formed) -> bool:
-        """Return whether a worker may come into the next epoch: always, except for newcomers of launchers that joined.
+        """Return whether a worker may be in the next epoch. False for some newcomers of launchers that joined later.
 
-        Such a newcomer may not while a left-out worker (after ``took_over`` also an unknown one) may be running that
-        does not know of the newcomer, unless that worker could not get the lease. ``formed``: the
-        last epoch; its members are no newcomers.
+        Such a newcomer must wait while a left-out worker may be running and could get the lease, because that worker
+        does not know the newcomer. After a takeover there may always be such a worker. ``formed``: the last epoch; its
+        members are no newcomers.
         """
         return self.nodes is None or number < JOINED_FROM or number in formed.members or self._is_recorded
 
@@ -166,11 +166,11 @@ class Witness:
         return self.nodes is not None and not self._is_recorded
 
     def asks(self, claim: AskForLease) -> None:
-        """Note a claim, to whose members the lease may pass."""
+        """Record a claim that may get the lease."""
         self._asked[claim.term, claim.epoch] = claim.members
 
     def granted(self, claim: AskForLease) -> None:
-        """Note that a claim other than a renewal was granted: earlier claims name no holder any more."""
+        """Record that a claim, which is no renewal, got the lease. Earlier claims do not hold the lease any more."""
         keys = list(self._asked)
         for key in keys[: keys.index((claim.term, claim.epoch))]:
             del self._asked[key]

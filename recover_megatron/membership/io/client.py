@@ -2,10 +2,10 @@
 
 ``Follower`` takes all decisions.
 
-    Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (proof sent, waits for the other one) -> OPEN
+    Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (proof sent, waits for the answer) -> OPEN
 
-A socket is closed only after the other side has closed it, or while it is not attached (see ``follower``). An abandoned
-socket is kept, and drained until the other side closes it.
+A socket is closed only after the other side has closed it, or before the member has attached (see ``follower``). An
+abandoned socket is kept, and drained until the other side closes it.
 
 The kernel reports the owner's death to the coordinator only when the last copy of the socket is closed. So a forked
 process (a data loader's worker) closes its copy right away, and a fork waits until no socket is being created.
@@ -54,8 +54,8 @@ MAX_SLEEP = 60.0
 class Client:
     """Runs ``core`` over TCP in a daemon thread, from ``start`` on.
 
-    ``notify`` receives the core's ``Notify`` effects, in that thread, unlocked. ``condition`` guards the core: hold it
-    to read or call the core, wait on it for a change.
+    The thread calls ``notify`` with the core's ``Notify`` effects, without holding ``condition``. ``condition`` guards
+    the core: hold it to read or call the core, wait on it for a change.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Client:
     # -- for the owner, any thread ------------------------------------------------------------------------------------
 
     def call(self, method: Callable[..., Sequence[MemberEffect]], *arguments: object) -> None:
-        """Call a method of the core, and send its messages."""
+        """Call a method of the core, and send the messages that it returns."""
         with self.condition:
             effects = method(*arguments)
             if self._forked:
@@ -102,7 +102,7 @@ class Client:
                 self._wake()
 
     def give_up(self, reason: MembershipError) -> None:
-        """Put the core into OUT with the owner's ``reason``, unless the core is out or this client is closed."""
+        """Put the core into stage OUT for the owner's ``reason``, unless it is out or this client is closed."""
         with self.condition:
             if self.core.stage is not Stage.OUT and not self._closed:
                 self.core.give_up(reason)
@@ -138,8 +138,8 @@ class Client:
                     self._ready(key.fileobj, mask)
                 now = time.monotonic()
                 if now >= self.core.deadline and not self._closed:
-                    # This thread may not have run for some time. Read everything that arrived before ``now``, so that
-                    # nothing is taken as missing by mistake.
+                    # This thread may not have run for some time. Read all messages that arrived before ``now``, so
+                    # that the tick does not find the coordinator silent by mistake.
                     for key, mask in self._selector.select(0):
                         self._ready(key.fileobj, mask)
                     self._carry_out(self.core.handle(Tick(), now))
@@ -149,7 +149,7 @@ class Client:
                 self._notify(notice)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: it will wake anyway
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread will wake anyway
             os.write(self._wake_out, b"x")
 
     def _ready(self, fileobj: Any, mask: int) -> None:
@@ -204,7 +204,7 @@ class Client:
         try:
             sock.connect(address)
         except BlockingIOError:
-            pass  # the selector reports the connection
+            pass  # the selector reports when it is connected
         except OSError as error:
             self._fail(f"{host}:{port}: {error.strerror}", refused=error.errno == errno.ECONNREFUSED)
 
@@ -240,7 +240,7 @@ class Client:
         """Drop a connection that the other side has closed or that could not be established."""
         if self._state == "proving":
             self._rejections += 1
-            reason = f"{reason} (during the proof of the secret: do all processes use the same one?)"
+            reason = f"{reason} (during the proof of the secret: do all processes use the same secret?)"
         self._drop()
         if self._rejections >= MAX_REJECTIONS:
             self._carry_out(self.core.give_up(AuthenticationError(f"the coordinator refuses this process: {reason}")))
@@ -277,7 +277,7 @@ class Client:
                 self._fail(f"not a coordinator: {error}")
 
     def _without_known(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Remove added candidates that are among the addresses with which this process, if late, was started."""
+        """Return ``message`` without added candidates that this process has known since its start."""
         if message["type"] == "candidates":
             message["added"] = [address for address in message["added"] if tuple(address) not in self._launched]
         return message
@@ -294,9 +294,9 @@ class Client:
             sent = self._sock.send(self._out)
             del self._out[:sent]
         except BlockingIOError:
-            pass  # the selector reports when it is writable
+            pass  # the selector reports when the socket is writable
         except OSError:
-            self._out.clear()  # the next read reports the error
+            self._out.clear()  # the next read of the socket reports the error
         if threading.current_thread() is self._thread:
             self._watch()
 
@@ -319,7 +319,7 @@ class Client:
         self._sock = None
 
     def _drain(self, sock: socket.socket) -> None:
-        """Read and discard what an abandoned coordinator still sends, until it closes."""
+        """Discard data from an abandoned coordinator. Close the socket if the coordinator has closed it."""
         try:
             if sock.recv(1 << 18):
                 return
@@ -350,7 +350,7 @@ class Client:
 
 
 ANSWER_SECONDS = 10.0
-"""Time limit for an answer of a candidate."""
+"""Default time limit for a candidate's answer to an observer."""
 
 
 class NoAnswer(MembershipError):
@@ -384,7 +384,7 @@ class Observer:
     def ask(self, drain: str | None = None) -> dict[str, Any]:
         """Return the answer: ``view``, or ``stop`` if the run has ended (or ends on this side of a partition).
 
-        ``drain``: also request a drain of the node or host of that name; a candidate that does not lead forgets it.
+        ``drain``: also request a drain of the node or host of that name; a candidate that does not lead ignores it.
         """
         self._send({"type": "observe"} if drain is None else {"type": "drain", "node": drain})
         message = self._hear()
@@ -395,7 +395,7 @@ class Observer:
         return message
 
     def close(self) -> None:
-        """Close the connection; the coordinator ignores that."""
+        """Close the connection. This has no effect on the run."""
         self._sock.close()
 
     def _shake_hands(self, secret: Secret) -> None:

@@ -1,11 +1,11 @@
-"""Lease that decides which of two halves continues. Files on shared storage, each written once and never changed.
+"""Lease that decides which of two halves of a run continues: files on shared storage, each written once.
 
     PATH.1   {"term", "epoch", "members"}   the first side that continued without workers that may be running
     PATH.2   ...                            the next side: a part of the first, under a coordinator of a later term
 
-The last file names the holder. The lease passes by members, not by time: a claim needs a term that is not lower, and
-one of the holder's members must have joined the claim's rendezvous (``may_take``). So a left-out worker stays out,
-and no process that was stopped for any time, or has a wrong clock, can take the lease back.
+The last file names the holder. The lease never expires. A claim gets it only if the claim's term is not lower than the
+holder's, and a member of the holder is a member of the claim's rendezvous, too (``may_take``). So a left-out worker
+stays out. No process that was stopped for any time, or has a wrong clock, can take the lease back.
 
 Each later epoch with newcomers takes the lease again (``is_due``), because later only these newcomers may be left.
 
@@ -27,7 +27,7 @@ from recover_megatron.membership.events import AskForLease, Verdict
 from recover_megatron.membership.records import from_runs, to_runs
 
 RETRY_SECONDS = 0.5
-"""Seconds before the next attempt after a failure of the storage."""
+"""Seconds between two attempts to take the lease while the storage fails."""
 _MOST_HOLDERS = 10_000
 
 
@@ -43,7 +43,7 @@ def may_take(holder: AskForLease | None, claim: AskForLease) -> bool:
 def is_due(holder: AskForLease | None, claim: AskForLease) -> bool:
     """Return whether the claim must take the lease.
 
-    The claim of a formed epoch need not, if there is no holder, or if all of its members are the holder's, too.
+    The claim of a formed epoch (``renew``) need not take it if there is no holder, or if the claim has no new member.
     """
     return not claim.renew or (holder is not None and not claim.members <= holder.members)
 
@@ -77,7 +77,7 @@ class Lease:
         threading.Thread(target=self._run, name="recover-lease", daemon=True).start()
 
     def ask(self, claim: AskForLease) -> None:
-        """Try to take the lease until there is an answer; an earlier claim is forgotten."""
+        """Start attempts to take the lease, which continue until the storage answers. An earlier claim is dropped."""
         self._claim = claim
         self._asked.put(True)
 
@@ -111,7 +111,10 @@ class Lease:
             return Verdict(claim.term, claim.epoch, None, reason)
 
     def attempt(self, claim: AskForLease) -> Verdict:
-        """Take the lease if possible. Raises OSError; ValueError, KeyError or TypeError for unreadable files."""
+        """Take the lease if the rules allow it. Return the verdict.
+
+        Raises OSError if the storage fails, ValueError, KeyError or TypeError if a file is unreadable.
+        """
         holder, number = None, 1
         for _ in range(_MOST_HOLDERS):
             place = self._path.with_name(f"{self._path.name}.{number}")
@@ -128,5 +131,5 @@ class Lease:
                 return Verdict(claim.term, claim.epoch, False, f"{self._path}.{number - 1} names them as holders")
             else:
                 content = {"term": claim.term, "epoch": claim.epoch, "members": to_runs(claim.members)}
-                publish(place, json.dumps(content))  # it is read in the next round, whichever host has written it
+                publish(place, json.dumps(content))  # the next round reads the file, whichever host has written it
         raise ValueError("the files of the lease appear and disappear, or are too many")

@@ -7,7 +7,7 @@ A connection goes through
     CHALLENGED (nonce sent, waits for the proof) -> PROVED (own proof sent) -> messages for the state machine
 
 and has ``HANDSHAKE_SECONDS`` for the first step, however slowly its data arrives. If more than ``2 * world + 1024``
-connections have no proof, the oldest is dropped for the newest: many silent connections keep no worker out.
+connections have not proved the secret, the oldest of them is closed, so that silent connections keep no worker out.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ MAX_BACKLOG = 128 << 20
 """Bytes queued for one member that does not read; a longer queue drops the connection."""
 _MOST_READS = 64
 MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
-"""Limits for events that unauthenticated peers cause: of each kind, this many are logged in a period of so many
-seconds. Further events are only counted, and their number is logged after the period."""
+"""Limit for events that unauthenticated peers cause: at most ``MOST_IN_A_PERIOD`` events of each kind are logged in
+``PERIOD_SECONDS``. Further events are only counted, and their number is logged after the period."""
 
 
 class _Connection:
@@ -86,8 +86,8 @@ class _Connection:
 class CoordinatorServer:
     """Serves one ``Coordinator`` on a bound, listening socket until the coordinator stops.
 
-    ``log`` receives every event record (see docs/membership.md for the schema). ``lease``, ``witness``: the caller
-    sets them before ``serve_forever``; they report through ``post``.
+    ``log`` receives every event record (see docs/membership.md for the schema). If the run has a lease or a witness,
+    the caller sets ``lease`` or ``witness`` before ``serve_forever``; their threads report through ``post``.
     """
 
     def __init__(self, coordinator: Coordinator, listener: socket.socket, secret: Secret, log: EventSink) -> None:
@@ -101,7 +101,7 @@ class CoordinatorServer:
         self.witness: WitnessThread | None = None
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
-        self._unproved: dict[int, _Connection] = {}  # oldest first; so is _closing
+        self._unproved: dict[int, _Connection] = {}  # oldest first, like ``_closing``
         self._closing: dict[int, _Connection] = {}
         self._max_unproved = 1024 + 2 * len(coordinator.roster.workers)
         self._numbers = 0
@@ -112,11 +112,11 @@ class CoordinatorServer:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
         self._full = False
-        """True if no descriptor is left: no connection is accepted before the next tick."""
+        """True if the process has no free file descriptor: no connection is accepted before the next tick."""
         use_all_descriptors()
 
     def post(self, event: CoordinatorEvent) -> None:
-        """Hand an event to the state machine, from any thread."""
+        """Queue an event for the coordinator. May be called from any thread."""
         self._posted.append(event)
         os.write(self._wake_out, b"x")
 
@@ -201,7 +201,7 @@ class CoordinatorServer:
                     self._reject(next(iter(self._unproved.values())), "too many open files")
                     continue
                 self._log_limited("accept_failed", reason=str(error))
-                self._selector.unregister(self._listener)  # waiting connections would wake this loop all the time
+                self._selector.unregister(self._listener)  # or waiting connections would wake this loop all the time
                 self._full = True
                 return
             sock.setblocking(False)
@@ -290,10 +290,10 @@ class CoordinatorServer:
             self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
 
     def _read_rest(self, number: WorkerId) -> None:
-        """Read everything that a worker has sent, before its launcher's report of its death closes its session.
+        """Read all messages of a worker before the launcher's report of the worker's end closes their session.
 
         The worker may have reported why the run must end (``give_up``), or a finished step. Worker and launcher are on
-        one host, so the worker's messages arrive first; but the two connections are read in any order.
+        one host, so the worker's messages have arrived, but the two connections are read in any order.
         """
         worker = self.coordinator.roster.workers.get(number)
         for _ in range(_MOST_READS):
@@ -302,13 +302,13 @@ class CoordinatorServer:
                 return
             try:
                 if not connection.sock.recv(1, socket.MSG_PEEK):
-                    return  # the end of file says less than the launcher's report
-            except OSError:  # nothing more is there, or the connection has failed
+                    return  # end of file: the launcher's report has more information
+            except OSError:  # no more data has arrived, or the connection has failed
                 return
             self._read(connection)
 
     def _lost(self, connection: _Connection, error: OSError | None) -> None:
-        """Handle the end of a connection by the other side (end of file, reset) or by the network."""
+        """Close a connection that the other side or the network has ended, and report the end to the coordinator."""
         if not connection.proved:
             self._log_limited("unproved_closed", peer=connection.peer)
         self._drop(connection)
@@ -332,7 +332,7 @@ class CoordinatorServer:
             try:
                 view = view[connection.sock.send(view) :]
             except BlockingIOError:
-                pass  # queued below
+                pass  # the code below queues the frame
             except OSError:
                 return  # the next read reports the reason: end of file or reset
         if view:
@@ -372,7 +372,7 @@ class CoordinatorServer:
     # -- closing ------------------------------------------------------------------------------------------------------
 
     def _finish(self, connection: _Connection) -> None:
-        """Close after the queue has been sent, or after ``DRAIN_SECONDS``."""
+        """Close a connection after its queue has been sent, or after ``DRAIN_SECONDS``."""
         connection.closing = True
         self._closing[connection.number] = connection
         connection.until = time.monotonic() + DRAIN_SECONDS
@@ -406,7 +406,7 @@ class Journal:
 
     def __init__(self, path: Path | None = None) -> None:
         self._needed: dict[str, bytes] = {}
-        """Kind of event -> its last line, for the kinds that readers need to find the run."""
+        """Kind of event -> last line of that kind, for the kinds that readers of the log need to find the run."""
         self._file = LogWriter(
             path or Path("/dev/stderr"),
             lambda text: log.warning(f"coordinator: {text}"),

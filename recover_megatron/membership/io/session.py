@@ -1,4 +1,4 @@
-"""A worker's session: calls for the training loop and the collectives, and its opening from recover-run's environment.
+"""A worker's session with the coordinator: calls for the training loop and the collectives, and ``connect``.
 
 Every wait ends: with its result, with ``EpochRevoked``, with ``Fenced``, or with ``CoordinatorLost``.
 """
@@ -71,8 +71,8 @@ class Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the other workers.
 
         ``addresses``: the candidate coordinators, in one order for all workers. ``node_agent``: the node name under
-        which the worker's launcher runs a ``NodeAgent``; None: it runs none. ``newcomer``: the worker was not launched
-        with the run, and its id is new; no worker waits for it, and it receives nothing, before its ``join``.
+        which the worker's launcher runs a ``NodeAgent``; None: it runs none. ``newcomer``: True if the worker was not
+        launched with the run. Before the ``join`` of a newcomer, no worker waits for it, and it receives no message.
         """
         settings = settings or Settings()
         hello: dict[str, Json] = {
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def aside(self) -> Workers:
-        """Live workers that were set aside as late, as reported with the last revoke. The run does without them."""
+        """Live workers that were set aside as late (as of the last revoke). The run continues without these workers."""
         return self._core.presentation.aside
 
     @property
@@ -152,8 +152,8 @@ class Session:
         return plan.members if plan is not None else frozenset()
 
     def on_revoke(self, callback: RevokeCallback) -> None:
-        """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked (``epoch``: the next one),
-        and with epoch 0 when this worker is out. The callback must return soon, without waiting for the session."""
+        """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked; ``epoch`` is the next one.
+        If this worker is out, ``epoch`` is 0. The callback must return soon, and must not wait for the session."""
         self._callbacks.append(callback)
 
     def check(self) -> None:
@@ -169,15 +169,15 @@ class Session:
     ) -> None:
         """Report progress. Makes no system call: the next heartbeat sends the latest mark.
 
-        ``waiting``: from now on this worker waits for others (in a collective). ``allow``: seconds that this phase may
-        take without another mark, in addition to the hang timeout (a checkpoint).
+        ``waiting``: True if this worker now waits for other workers (in a collective). ``allow``: seconds that this
+        phase may take without another mark, in addition to the hang timeout (for a checkpoint).
         """
         self._core.mark(iteration, phase[:256], microbatch, waiting, allow)
 
     def show(self, place: tuple[int, int, int] | None, goes_back: bool = False) -> None:
         """Set the worker's place, which the next marks report: replica, position, quota; None: no place.
 
-        ``goes_back``: the run could load a checkpoint or a snapshot if no live worker had its state.
+        ``goes_back``: True if the run could load a checkpoint or a snapshot in case its live workers lack some state.
         """
         self._core.place, self._core.goes_back = place, goes_back
 
@@ -186,12 +186,12 @@ class Session:
         self._core.loss = step, loss
 
     def join(self, status: Json, reason: str = "") -> Plan:
-        """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.
+        """Join the next epoch with ``status`` and wait for its plan, even if the rendezvous restarts.
 
-        Every member gets the same plan; its epoch may be revoked already. The caller must then apply the step of each
-        iteration that this worker reported done, up to ``plan.committed``. If the present epoch was not revoked,
-        joining requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``; ``ValueError`` if the
-        status is too long or is not JSON.
+        Every member gets the same plan, whose epoch may have been revoked before this call returns. The caller must
+        then apply the step of each iteration that this worker reported done, up to ``plan.committed``. If the present
+        epoch was not revoked, this call requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
+        ``ValueError`` if the status is too long or is not JSON.
         """
         encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)
         with self._client.condition:
@@ -208,17 +208,17 @@ class Session:
             return plan
 
     def ask(self, reason: str, peer: int | None = None) -> None:
-        """Request a new epoch and return at once: for threads other than the one that calls ``join`` for this worker.
+        """Request a new epoch, without waiting. Another thread of this worker must then ``join`` the epoch.
 
         ``peer``: the worker with which an operation failed, if that is the reason. Does nothing while an epoch is being
-        formed, or no coordinator is reached (the next one opens an epoch). Raises ``Fenced`` or ``CoordinatorLost``.
+        formed, or without a coordinator, since a new one forms an epoch. Raises ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
             self._client.call(self._core.ask, reason, peer)
 
     def note(self, text: str) -> None:
-        """Make the launcher record in workers.json why this worker is in its present state; empty: remove the text.
+        """Make the launcher write to workers.json why this worker is in its present state; empty: remove the text.
 
         Does not wait; does nothing if this worker is out.
         """
@@ -232,7 +232,7 @@ class Session:
         self._say(self._core.answer_drain, node, reason)
 
     def report_done(self, iteration: int) -> None:
-        """Report that every segment of ``iteration`` is REDUCED here; does not wait. May raise as ``agree`` does."""
+        """Report, without waiting, that every segment of ``iteration`` is REDUCED here. Raises like ``agree``."""
         with self._client.condition:
             self._raise_if_out()
             if self._core.committed < iteration:
@@ -240,7 +240,7 @@ class Session:
                 self._raise_if_revoked()
 
     def wait_committed(self, iteration: int, epoch: int | None = None) -> None:
-        """Wait until ``iteration`` is committed. May raise as ``agree`` does.
+        """Wait until ``iteration`` is committed. Raises like ``agree``.
 
         ``epoch``: also raise ``EpochRevoked`` once another thread has joined an epoch other than this one.
         """
@@ -262,10 +262,10 @@ class Session:
         self.wait_committed(iteration)
 
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Wait until the coordinator's last answer is younger than the heartbeat timeout and the epoch continues.
+        """Wait until the coordinator has answered within the last heartbeat timeout.
 
         Call it before an action that a worker must not take if it was evicted while it was stopped or cut off. Raises
-        ``EpochRevoked`` (unless ``in_epoch`` is False), ``Fenced`` or ``CoordinatorLost``.
+        ``Fenced`` or ``CoordinatorLost``, and with ``in_epoch`` also ``EpochRevoked`` if the epoch is over.
         """
         with self._client.condition:
             while True:
@@ -279,8 +279,8 @@ class Session:
     def idle(self, vacant: bool = False) -> None:
         """Report that this worker, a spare, has no part in the present epoch. Does not wait; valid until ``join``.
 
-        ``vacant``: no worker has a part in the epoch, so nothing is committed in it; all of its members must report
-        this alike.
+        ``vacant``: True if no worker has a part in the epoch, so that nothing is committed in it. All members must
+        report the same value.
 
         No commit waits for this worker, and it need not make marks, until a rendezvous opens (``wait_revoked``
         returns); then it has the usual time to join. When all workers with a part have left in order, the run is
@@ -294,7 +294,7 @@ class Session:
     def wait_revoked(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds until the present epoch is revoked. Return whether it is.
 
-        True at once before the first epoch. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
+        Before the first epoch, return True immediately. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
         with self._client.condition:
             self._client.condition.wait_for(lambda: self.revoked, timeout)
@@ -302,11 +302,11 @@ class Session:
             return self._core.revoked
 
     def wait_all_heard(self, epoch: int) -> None:
-        """Wait until all live members of ``epoch`` know that it is over, and their callbacks have returned.
+        """Wait until all live members of ``epoch`` know that it is over, and their ``on_revoke`` callbacks returned.
 
-        Members that the coordinator has evicted do not count: it may form the next epoch without them by then. If
-        ``epoch`` still continues, a new one is requested. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is
-        out. The session's thread must not call this.
+        Evicted members do not count once the coordinator may form the next epoch without them. If ``epoch`` is not
+        over, request a new epoch. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out. The session's thread
+        must not call this method.
         """
         with self._client.condition:
             if self.epoch == epoch and not self._core.revoked:
@@ -316,7 +316,7 @@ class Session:
                 self._client.condition.wait()
 
     def wait_lost(self, workers: Collection[int], timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds until the run no longer counts on some of ``workers``; True if that is so.
+        """Wait at most ``timeout`` seconds until the run has left out one of ``workers``. Return whether it has.
 
         Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
@@ -328,11 +328,11 @@ class Session:
             return not self.opened_members.issuperset(workers)
 
     def give_up(self, code: int, reason: str) -> None:
-        """Request the end of the run for all, with exit code ``code`` (1 to 255); the first request wins.
+        """Request the end of the run for all workers, with exit code ``code``; the first request of the run wins.
 
-        Does not wait: every member's next call raises ``CoordinatorLost(reason, code)``; the request is repeated if the
+        Does not wait: every member's next call raises ``CoordinatorLost(reason, code)``. The request is repeated if the
         coordinator is lost. ``reason`` is cut to 2,000 characters. Does nothing if this worker is out. Raises
-        ``ValueError`` for another code.
+        ``ValueError`` if ``code`` is not between 1 and 255.
         """
         if not 1 <= code <= 255:
             raise ValueError(f"exit code {code} is not between 1 and 255")
@@ -350,13 +350,13 @@ class Session:
         tried: Iterable[int] = (),
         own: bool = False,
     ) -> bool:
-        """Report the exception that ends this process, which exits next. Return whether a coordinator received it.
+        """Report the exception that ends this process. Return whether a coordinator received the report in time.
 
-        Waits at most ``EXCEPTION_REPORT_SECONDS`` for that. ``error``: the exception's type and message (cut to 2,000
-        characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. ``tried``: all
-        microbatches of the iteration that may be the cause, with ``microbatch`` last; if empty, ``phase`` is the cause.
-        ``own``: it is a fault of this worker's host or device. Reports of several replicas may end the run for all
-        (``ending``). Raises ``ValueError`` for a negative number.
+        Waits at most ``EXCEPTION_REPORT_SECONDS``. ``error``: the exception's type and message, cut to 2,000
+        characters. ``traceback``: cut to 16 Ki. ``group``: the worker's replica. ``tried``: microbatches of the
+        iteration that may be the cause, with ``microbatch`` last; if empty, ``phase`` is the cause. ``own``: True if
+        this worker's host or device is at fault. Reports of several replicas may end the run for all (``ending``).
+        Raises ``ValueError`` for a negative number.
         """
         if min(iteration, microbatch or 0, group) < 0:
             raise ValueError(f"negative number: iteration {iteration}, microbatch {microbatch} or group {group}")
@@ -371,7 +371,7 @@ class Session:
             return self._core.noted
 
     def leave(self) -> None:
-        """Leave in order: this worker has finished, and its end is no death. Harmless when already out."""
+        """Leave the run in order: this worker has finished, so its end counts as no death. Harmless if it is out."""
         death_notice.leaving()
         self._say(self._core.leave)
         self._client.close()
@@ -385,7 +385,7 @@ class Session:
     # -- private ------------------------------------------------------------------------------------------------------
 
     def _say(self, method: Callable[..., list[MemberEffect]], *arguments: object) -> None:
-        """Call a sending method of the core, unless this worker is out."""
+        """Call ``method`` of the core, which sends a message, unless this worker is out."""
         with self._client.condition:
             if self._core.out is None:
                 self._client.call(method, *arguments)
@@ -403,7 +403,7 @@ class Session:
             self._revoked_reason = notice.detail["reason"]
             for callback in self._callbacks:
                 callback(notice.detail["epoch"], notice.detail["reason"])
-            self._say(self._core.heard, notice.detail["epoch"], notice.detail["term"])  # all users have stopped
+            self._say(self._core.heard, notice.detail["epoch"], notice.detail["term"])  # all callbacks have returned
         elif notice.kind == "out":
             for callback in self._callbacks:
                 callback(0, str(self._core.out))
@@ -416,10 +416,10 @@ def connect(
 ) -> Session:
     """Open the session of this worker (``Session.connect``) from recover-run's environment variables.
 
-    Also raise the limit of open files, and let the launcher remove multiprocessing's leftovers and detect this
-    process's death at once. ``addresses``: the candidates, in place of the environment's; if these differ, the session
-    has no node agent, because the launcher serves its own candidates only. Raises KeyError if the launcher gave no
-    coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
+    Also raise the limit of open files, and let the launcher remove multiprocessing's leftover sockets and detect this
+    process's death immediately. ``addresses``: candidates to use instead of the environment's; if the two differ, the
+    session has no node agent, because the launcher attaches only to its own candidates. Raises KeyError if the launcher
+    gave no coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
     """
     system.use_all_descriptors()
     system.keep_sockets(environ)

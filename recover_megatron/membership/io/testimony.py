@@ -1,12 +1,12 @@
-"""Statements of SLURM's controller or Kubernetes' API server about nodes that are off; asked in a thread.
+"""Thread that asks SLURM's controller or Kubernetes' API server which nodes are off.
 
 A node or pod counts as off only if its end is irreversible and verified:
 
-* SLURM: a node is POWERED_DOWN: the site's program has cut its power, and had enough time for that. Not DOWN, FAIL or
-  not responding (``DOWN*``): its processes continue until they are killed there.
-* Kubernetes: a pod (of the same UID) is Failed or Succeeded, and its kubelet has seen each of its containers end. Not a
-  pod that is missing or being deleted, nor one whose node does not answer: it may be running. A kubelet that evicts
-  reports Failed before it kills, so the phase alone is not enough.
+* SLURM: the node is POWERED_DOWN, that is, the site's program has cut its power, and had enough time for that. A node
+  that is DOWN, FAIL or not responding (``DOWN*``) is not off: its processes continue until they are killed.
+* Kubernetes: the pod (of the same UID) is Failed or Succeeded, and the kubelet has seen each of its containers end. A
+  pod is not off if it is missing or being deleted, or if its node does not answer: it may be running. The phase alone
+  is not enough, because a kubelet that evicts a pod reports Failed before it kills the containers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ASK_SECONDS = 5.0
 """Seconds within which the witness must answer."""
 MOST_BYTES = 8 << 20
 """Maximum bytes of the witness's answer."""
-_AT_ONCE = 500  # nodes of one scontrol call: a command line must stay below 128 KiB
+_AT_ONCE = 500  # maximum nodes in one call of scontrol, to keep the command line below 128 KiB
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _POD = re.compile(r"([a-z0-9][a-z0-9-]{0,62})/([a-z0-9][a-z0-9.-]{0,252})/([A-Za-z0-9-]{1,64})")
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -49,13 +49,13 @@ class NoAnswer(Exception):
 
 
 class Source(Protocol):
-    """Source of testimonies."""
+    """Interface to a witness, which knows whether nodes are off."""
 
     name: str
-    """Name for messages."""
+    """Name of the witness, for messages."""
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """Return for each known place whether it is off. Raises NoAnswer."""
+        """Return place -> whether it is off, for the places that the witness knows. Raises NoAnswer."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Scope:
     """Data that the candidates of a run need to ask its witness."""
 
     kind: str
-    """SLURM or KUBERNETES."""
+    """Kind of witness: ``SLURM`` or ``KUBERNETES``."""
     places: Mapping[str, str]
     """Name of a node's launcher -> the witness's name of the node."""
 
@@ -84,9 +84,10 @@ class Scope:
 
 
 def slurm_states(output: str) -> dict[str, frozenset[str]]:
-    """Return the states of each node in the output of ``scontrol --oneliner show node``: ``DOWN*+POWERED_DOWN`` is two.
+    """Return node -> its states, from the output of ``scontrol --oneliner show node``.
 
-    A flag after a state (``*``) is removed. A line without exactly one name and one state is left out.
+    ``DOWN*+POWERED_DOWN`` gives the states DOWN and POWERED_DOWN. A line is left out if it does not have exactly one
+    name and one list of states.
     """
     found = {}
     for line in output.splitlines():
@@ -124,7 +125,7 @@ class Slurm:
 
 
 def _output(command: list[str], until: float) -> str:
-    """Return a command's output about nodes. The command is killed if it runs beyond ``until`` (monotonic seconds).
+    """Run a command and return its output about nodes. It is killed if it runs beyond ``until`` (monotonic seconds).
 
     Raises NoAnswer if the command cannot run, is too slow, or prints no nodes. The exit code is ignored, because a
     launcher waits for all of its children and may have reaped the command.
@@ -178,7 +179,7 @@ def _read(descriptor: int, until: float, what: str) -> str:
 
 
 def pod_has_ended(pod: Any, uid: str) -> bool | None:
-    """Return whether the kubelet of the pod's node has seen all containers end; None: another or a malformed pod."""
+    """Return whether the kubelet has seen all containers of the pod end; None: another UID, or a malformed object."""
     try:
         if pod["metadata"]["uid"] != uid:
             return None
@@ -211,7 +212,7 @@ class Pods:
         self._account = account
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """Return the result as ``Source.look``. If time runs out, a random part of the places is in it."""
+        """Return place -> whether the pod has ended. If time runs out, the result has a random part of the places."""
         until = time.monotonic() + ASK_SECONDS
         found: dict[str, bool] = {}
         ask = self._opener()
@@ -229,7 +230,10 @@ class Pods:
         return found
 
     def _opener(self) -> Callable[[str, float], Any]:
-        """Return a function that requests a path (result None: no such object). Reads the token, which may change."""
+        """Return a function that requests a path from the API server and returns the object; None: no such object.
+
+        The token is read again each time, because it may change.
+        """
         server = self._server or _server_of(os.environ)
         try:
             token = (self._account / "token").read_text().strip()
@@ -262,7 +266,7 @@ def _body(answer: Any, until: float) -> bytes:
     while piece := answer.read1(1 << 16):
         content += piece
         if len(content) > MOST_BYTES or time.monotonic() > until:
-            raise ValueError("its answer takes too long, or is too large")
+            raise ValueError("the answer takes too long, or is too large")
     return bytes(content)
 
 
@@ -280,19 +284,19 @@ SOURCES: Mapping[str, Callable[[], Source]] = {SLURM: Slurm, KUBERNETES: Pods}
 
 
 class WitnessThread:
-    """Asks the witness in a separate thread, which calls ``report`` when nodes are off or answers stop."""
+    """Asks the witness in a separate thread, which calls ``report`` if nodes are off or the witness does not answer."""
 
     def __init__(self, scope: Scope, report: Callable[[Statement], None], source: Source | None = None) -> None:
-        """Start the thread; ``source``: by default the source of the scope's kind."""
+        """Start the thread. ``source``: interface to the witness; None: chosen by the scope's kind."""
         self._scope = scope
         self._source = SOURCES[scope.kind]() if source is None else source
         self._report = report
         self._asked: queue.SimpleQueue[frozenset[str]] = queue.SimpleQueue()
-        self._failing = False  # the witness does not answer, which was reported
+        self._failing = False  # True if the last attempt failed; only the first failure is reported
         threading.Thread(target=self._run, daemon=True, name="recover-witness").start()
 
     def ask(self, nodes: frozenset[str]) -> None:
-        """Ask about these nodes; of the pending questions only the last one is asked."""
+        """Ask about these nodes, without waiting. If several requests are pending, only the last one is sent."""
         self._asked.put(nodes)
 
     def _run(self) -> None:

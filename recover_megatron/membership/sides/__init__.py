@@ -1,1 +1,1 @@
-"""Other sides of the coordinator's protocol: state machines of a worker and of a launcher that follow it. No I/O."""
+"""Members' sides of the protocol: state machines of a worker and of a launcher that follow a coordinator. No I/O."""

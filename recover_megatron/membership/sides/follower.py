@@ -1,4 +1,4 @@
-"""Common part of workers and launchers as a state machine without I/O: ``handle(event, now) -> effects``.
+"""State machine that finds and follows a coordinator: the common part of workers and launchers, without I/O.
 
                 connected          lead, revoke of own term or higher          fenced, stopped, given up
     SEEKING ---------------> ATTACHED --------------------------> FOLLOWING ------------------------> OUT
@@ -12,9 +12,9 @@ FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of
             ``lead`` only announces the leader: the rendezvous opens when all members have attached.
 OUT         final; ``out`` has the reason.
 
-A worker is a ``Member``, a launcher a ``NodeAgentClient``; these send the reports. A connection is given up only with
-``Abandon`` (a message, and no close), because a session that the kernel closes means that the process has ended. The
-partition rule relies on that.
+The subclasses ``Member`` (worker) and ``NodeAgentClient`` (launcher) add the reports. A connection is given up only
+with ``Abandon`` (a message, and no close), because the coordinator takes a closed session for the end of the process.
+The partition rule (``leadership``) relies on that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from recover_megatron.membership.records import (
 
 
 class Stage(Enum):
-    """Stages of a follower; see the drawing above."""
+    """Stage of a follower; the module's docstring draws the transitions."""
 
     SEEKING = "seeking"
     ATTACHED = "attached"
@@ -65,7 +65,7 @@ class Stage(Enum):
 class Follower:
     """Finds and follows the coordinator. ``hello``: the fields of the attach message that identify this process.
 
-    ``late``: this process attaches to a run that has begun: any candidate may lead, the first may be a fresh standby.
+    ``late``: True if the run began before this process. Then any candidate may lead, and the first may be a standby.
     """
 
     beat: Mapping[str, Any] = {"type": "beat"}
@@ -82,35 +82,36 @@ class Follower:
         """The last epoch of a run that has stopped, as its coordinator reported; 0: none."""
         self.deadline = now
         self._hello = dict(hello)
-        self._launched = candidates  # number of candidates of the launch; added ones follow them
+        self._launched = candidates  # number of candidates of the launch, which precede ``_added``
         self._added: tuple[tuple[str, int], ...] = ()
         self.candidate = -1  # index of the last candidate dialed
         self._connected = False
         self._heard = now
         self._beat_at = now
         self._alone_since = now
-        self._move_at: float | None = now  # when to try the next candidate
+        self._move_at: float | None = now  # time at which to try the next candidate; None: stay
         self._failures = 0
         self._asked = deque[float]()  # send times of unanswered beats
         self._answered = -math.inf  # send time of the last answered beat
-        self._silent = False  # the last coordinator was left because it was silent, not because the connection ended
-        self._accepted = False  # the host of the last dialed candidate has accepted
-        self._mute: set[int] = set()  # candidates whose host has accepted a connection, but that sent nothing
+        self._silent = False  # True if the last coordinator was left because of silence
+        self._accepted = False  # True if the host of the last dialed candidate has accepted the connection
+        self._mute: set[int] = set()  # candidates that have sent nothing although their host has accepted a connection
         self._complaint = "no candidate was tried"
         self._effects: list[MemberEffect] = []
 
     def in_touch(self, now: float, *, in_epoch: bool = True) -> bool:
         """Return whether the coordinator cannot yet have evicted this member for silence.
 
-        The time counts from the sending of the last answered message, because answers may lie unread in the socket of
-        a stopped process. ``in_epoch``: only answers of the coordinator that formed the present epoch count.
+        The silence counts from the sending of the last message that was answered, not from the arrival of the answer:
+        answers may lie unread in the socket of a stopped process. ``in_epoch``: only answers of the coordinator that
+        formed the present epoch count.
         """
         if self.stage is not Stage.FOLLOWING or (in_epoch and self.presentation.term != self.presentation.formed.term):
             return False
         return now - self._answered <= self.settings.heartbeat_timeout
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
-        """Apply one event. ``Tick`` is due at ``deadline``."""
+        """Process one event and return effects. ``Tick`` is due at time ``deadline``."""
         self._effects = []
         if self.stage is Stage.OUT:
             return self._effects
@@ -161,12 +162,12 @@ class Follower:
 
     @property
     def _first(self) -> bool:
-        """True while a run starts and the last candidate dialed is the one that normally leads first."""
+        """True if a run starts and the last candidate dialed is the first in the list, which normally leads first."""
         return not self._late and self.presentation.term == 0 and self.candidate == 0
 
     @property
     def _dwell(self) -> float:
-        """Seconds to wait for a candidate to lead before the next one is tried."""
+        """Seconds for which this member stays with a candidate that does not lead before it tries the next one."""
         if self._first:
             return self.settings.start_timeout / 2
         if self._late and self.presentation.term == 0:
@@ -174,7 +175,7 @@ class Follower:
         return self.settings.heartbeat_timeout
 
     def _seek(self, now: float) -> None:
-        """Try the next candidate: at once, or after a pause if all have just failed."""
+        """Try the next candidate immediately, or after a pause if all candidates have just failed."""
         if self.stage is Stage.FOLLOWING:
             self._alone_since = now
             self._failures = 0
@@ -205,7 +206,7 @@ class Follower:
                 self._mute.discard(self.candidate)
             self._accepted = False
             self.candidate = (self.candidate + 1) % self._candidates
-            # Wait for a host that does not answer: at the start of a run the candidate may still be starting.
+            # At the start of a run, wait longer for a host that does not answer: the candidate may still be starting.
             slow = self.settings.start_timeout / 20 if self._first else 0.0
             self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
             self._effects.append(Dial(self.candidate))
@@ -274,7 +275,7 @@ class Follower:
         return self._launched + len(self._added)
 
     def _set_candidates(self, added: tuple[tuple[str, int], ...]) -> None:
-        """Set the candidates that joined, as the coordinator lists them; keep the place in the order of tries."""
+        """Set the candidates that joined after the launch. The candidate dialed last keeps its place in the order."""
         if self.candidate >= self._launched:
             current = self._added[self.candidate - self._launched]
             place = added.index(current) if current in added else len(added) - 1
@@ -283,7 +284,7 @@ class Follower:
         self._effects.append(Look(added))
 
     def _reached(self, now: float) -> None:
-        """Note that this member has reached a candidate that may lead later. A hook for subclasses."""
+        """React to a message of a candidate that leads or may lead later (hook for subclasses)."""
 
     def _is_open(self, message: Mapping[str, Any]) -> bool:
         opened = self.presentation.opened
@@ -305,21 +306,21 @@ class Follower:
         if message.get("after_epoch", 0) > presentation.formed.epoch:
             presentation.formed = Formed.from_wire(message, "after_")
         if presentation.formed.epoch and message["committed"] > presentation.committed:
-            # A coordinator that was lost while sending this commit had sent it to others.
+            # The previous coordinator was lost while it sent this commit: only other members have received it.
             presentation.committed = message["committed"]
             self._effects.append(Notify("commit"))
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
-        """Handle an opened rendezvous. A hook for subclasses."""
+        """React to the opening of a rendezvous (hook for subclasses)."""
 
     def _planned(self, message: Mapping[str, Any]) -> None:
-        """Handle the plan of a rendezvous. A hook for subclasses."""
+        """React to the plan of a rendezvous (hook for subclasses)."""
 
     def late_message(self, message: Mapping[str, Any]) -> None:
-        """Handle a message that a just abandoned coordinator had sent before. A hook for subclasses."""
+        """React to a message that a coordinator had sent before this member abandoned it (hook for subclasses)."""
 
     def _report(self, message: Mapping[str, Any], *, may: bool | None = None) -> list[MemberEffect]:
-        """Send a message of the owner if ``may`` is True; None: if a candidate is connected."""
+        """Return the effects that send a message, if ``may`` is True. ``may`` None: if a candidate is connected."""
         self._effects = []
         if self._connected if may is None else may:
             self._say(message)
@@ -329,7 +330,7 @@ class Follower:
         self._effects.append(Say(message))
 
     def give_up(self, reason: MembershipError) -> list[MemberEffect]:
-        """Enter OUT with the owner's ``reason``."""
+        """Enter the stage OUT for a ``reason`` that the owner of this session gives."""
         self._effects = []
         self._leave_with(reason)
         return self._effects

@@ -24,9 +24,9 @@ from recover_megatron.membership.sides.follower import Follower, Stage
 class Member(Follower):
     """A worker's side of the protocol.
 
-    A newcomer (flag ``newcomer`` of ``hello``) dials no candidate before its first ``join``: it gets ready while the
-    run continues without it, and the other workers wait for it once it attaches. If it reaches no candidate, it
-    gives up sooner than a worker of the launch, since the run is over then.
+    A newcomer (flag ``newcomer`` of ``hello``) dials no candidate before its first ``join``. The other workers would
+    wait for it as soon as it attached, so it first prepares itself. If a newcomer reaches no candidate, the run is
+    probably over, so the newcomer gives up sooner than a worker of the launch.
     """
 
     def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
@@ -45,11 +45,11 @@ class Member(Follower):
         self.noted = False
         """True once a coordinator has received the exception report."""
         self.idle_in = 0
-        """The last epoch in which this member has no part; 0: none."""
+        """Number of the last epoch in which this member has no part; 0: none."""
         self.vacant = False
         """True if no member has a part in epoch ``idle_in``."""
         self.all_heard = 0
-        """Number of an epoch: no live worker uses results of an earlier epoch any more."""
+        """Number of a rendezvous: no live worker uses results of an epoch before that rendezvous any more."""
         self._end_request: dict[str, Any] | None = None
         self._exception: dict[str, Any] | None = None
         self._status: tuple[Json] | None = None
@@ -81,7 +81,7 @@ class Member(Follower):
         self.beat = beat
 
     def join(self, status: Json, reason: str) -> list[MemberEffect]:
-        """Ask for a place in the next epoch; valid, through all restarts of the rendezvous, until a plan arrives."""
+        """Ask for a place in the next epoch. The request remains valid until a plan arrives."""
         self._status = (status,)
         if self._asleep:
             self.deadline = -math.inf
@@ -90,7 +90,7 @@ class Member(Follower):
         return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def ask(self, reason: str, peer: int | None = None) -> list[MemberEffect]:
-        """Request a new epoch unless one is being formed, without joining it."""
+        """Request a new epoch, unless one is being formed. This call does not join the epoch."""
         return self._report(self._request(reason, peer), may=self._in_epoch)
 
     @property
@@ -109,7 +109,7 @@ class Member(Follower):
         return self._report(message, may=self._in_epoch)
 
     def heard(self, epoch: int, term: int) -> list[MemberEffect]:
-        """Confirm that no result of an epoch before rendezvous ``epoch`` is used here any more."""
+        """Confirm that this worker uses no result of an epoch before rendezvous ``epoch`` any more."""
         following = self.stage is Stage.FOLLOWING and self.presentation.term == term
         return self._report({"type": "heard", "epoch": epoch, "term": term}, may=following)
 
@@ -124,25 +124,25 @@ class Member(Follower):
         return self._report({"type": "idle", "epoch": self.idle_in}, may=self._in_epoch)
 
     def note(self, text: str) -> list[MemberEffect]:
-        """Send a note for the log to this worker's launcher; not repeated to the next coordinator."""
+        """Send a note for the logs of coordinator and launcher. It is not repeated if the coordinator is lost."""
         return self._report({"type": "note", "text": text[:2000]}, may=self.stage is Stage.FOLLOWING)
 
     def answer_drain(self, node: str, reason: str) -> list[MemberEffect]:
-        """Send the decision of the epoch of ``plan`` about a node; not repeated to the next coordinator."""
+        """Send the decision of the epoch of ``plan`` about the drain of a node. Not repeated to another coordinator."""
         if self.plan is None:
             return []
         message = {"type": "drain_answer", "epoch": self.plan.epoch, "node": node, "reason": reason[:2000]}
         return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def end_run(self, code: int, reason: str) -> list[MemberEffect]:
-        """Ask the present or next coordinator to end the run for all."""
+        """Ask the present or next coordinator to end the run for all workers."""
         if self._end_request is not None:
             return []
         self._end_request = {"type": "give_up", "code": code, "reason": reason}
         return self._report(self._end_request, may=self.stage is Stage.FOLLOWING)
 
     def report_exception(self, report: Mapping[str, Any]) -> list[MemberEffect]:
-        """Report why this worker ends; ``noted`` becomes True when a coordinator has received it."""
+        """Report the exception that ends this worker; ``noted`` becomes True when a coordinator has received it."""
         if self._exception is not None or self.stage is Stage.OUT:
             return []
         self._exception = {"type": "report_exception", **report}

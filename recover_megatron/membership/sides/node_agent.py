@@ -1,4 +1,4 @@
-"""A launcher's session: it reports how its workers end, vouches for running ones, and kills evicted ones."""
+"""A launcher's session: the launcher reports how its workers end, vouches for running ones, and kills evicted ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NodeAgentClient(Follower):
         hello = {"type": "attach_node_agent", "node": node, "incarnation": incarnation}
         super().__init__(hello, candidates, settings, now, late=late)
         self.planned: Workers = frozenset()
-        """Workers that were in any plan."""
+        """Workers that were in any plan that this launcher has received."""
         self._running: set[WorkerId] = set()
         self.condemned: Workers = frozenset()
         """Evicted workers, on any node, that must be killed, as far as this launcher knows."""
@@ -53,7 +53,7 @@ class NodeAgentClient(Follower):
         return self._report({"type": "stopping", "signal": signal})
 
     def hosts(self, address: tuple[str, int]) -> list[MemberEffect]:
-        """Report a candidate that was started here after the launch; repeated to every later coordinator."""
+        """Report a candidate that was started on this node after the launch; repeated to every later coordinator."""
         self._own = address
         return self._report({"type": "candidate", "address": list(address)})
 
@@ -90,7 +90,7 @@ class NodeAgentClient(Follower):
         return effects
 
     def _tried(self, candidate: int, refused: float | None) -> None:
-        """Record an attempt; ``refused``: time at which the host answered that no process listens, else None."""
+        """Record the result of dialing a candidate. ``refused``: time at which the host refused; None: it did not."""
         self._unanswered_dial = None
         if refused is None:
             self._refused.pop(candidate, None)
@@ -99,7 +99,7 @@ class NodeAgentClient(Follower):
 
     @property
     def all_refused_since(self) -> float:
-        """Time since which the hosts of all candidates answer that no process listens; infinite: some host does not."""
+        """Time since which the hosts of all candidates refuse connections; infinite: not all hosts refuse them."""
         return max(self._refused.get(candidate, math.inf) for candidate in range(self._candidates))
 
     def _attach_message(self) -> dict[str, Any]:
@@ -125,7 +125,10 @@ class NodeAgentClient(Follower):
         super()._on(message, now)
 
     def late_message(self, message: Mapping[str, Any]) -> None:
-        """Adopt a revoke of the abandoned coordinator, which may rely on that (``Rendezvous._acknowledged``)."""
+        """Record a revoke that an abandoned coordinator had sent. That coordinator may count on this record.
+
+        See ``Rendezvous._acknowledged``.
+        """
         if message["type"] == "revoke" and message["term"] >= self.presentation.term:
             self.presentation.term = message["term"]
             self._opened(message)
@@ -143,10 +146,10 @@ class Orders(Protocol):
     """Orders of the coordinator to a launcher."""
 
     def evict(self, worker: WorkerId, reason: str) -> None:
-        """Kill the complete process group of this node's ``worker``, then report ``ended``; may be repeated."""
+        """Kill the complete process group of this node's ``worker``, then report ``ended``. May be called again."""
 
     def epoch_wanted(self) -> None:
-        """Note that a rendezvous was opened, in which workers may be ``missing``."""
+        """React to the opening of a rendezvous, from which launched workers may be ``missing``."""
 
     def epoch_formed(self) -> None:
         """Note that a plan has arrived: ``NodeAgent.epoch`` is the epoch of that plan."""
@@ -155,7 +158,10 @@ class Orders(Protocol):
         """Log a note of this node's ``worker``."""
 
     def draining(self, stays: bool) -> None:
-        """Start no more workers, because the node is drained; may be repeated. ``stays``: the drain was refused."""
+        """Start no more workers, because the node is drained. May be called again.
+
+        ``stays``: True if the drain was refused after all, so that workers may be started again.
+        """
 
 
 class NodeAgentEvents(Orders, Protocol):
@@ -165,14 +171,15 @@ class NodeAgentEvents(Orders, Protocol):
         """Print a text of the coordinator on the console."""
 
     def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
-        """Receive settings for a candidate on this node: number of launched workers, lease (None: none), its slack.
+        """Receive the settings that a candidate on this node would need. Each new coordinator sends them again.
 
-        ``witnessed``: whether the run has a witness.  Repeated by each new coordinator.
+        ``world``: number of launched workers. ``lease``: path of the lease; None: no lease. ``slack``: slack of the
+        lease. ``witnessed``: whether the run has a witness.
         """
 
 
 class NodeAgent:
-    """Session of one node's launcher. While the launcher is not silent, its silent workers are not considered dead.
+    """Session of one node's launcher. While the launcher sends messages, its workers are not evicted for silence.
 
     The coordinator relies on the reports: report ``ended`` only for a process that executes no user code any more,
     since it has ended or SIGKILL has been sent to all of its threads (docs/membership.md).
@@ -188,7 +195,7 @@ class NodeAgent:
         *,
         late: bool = False,
     ) -> None:
-        """``late``: this launcher joins a run that has begun."""
+        """Start the session. ``late``: True if this launcher joins a run that has begun."""
         self._events = events
         incarnation, now = secrets.token_hex(16), time.monotonic()
         self._core = NodeAgentClient(node, incarnation, len(addresses), settings or Settings(), now, late=late)
@@ -197,7 +204,7 @@ class NodeAgent:
 
     @property
     def out(self) -> MembershipError | None:
-        """Reason why there is no coordinator any more: the run has stopped or finished, or none is reached."""
+        """Reason why this session is over: the run has ended, or no coordinator is reached. None: it is not over."""
         return self._core.out
 
     @property
@@ -208,32 +215,32 @@ class NodeAgent:
 
     @property
     def epoch(self) -> int:
-        """The last formed epoch that this launcher knows; 0: no worker has attached yet."""
+        """Number of the last formed epoch that this launcher knows; 0: none."""
         return max(self._core.presentation.formed.epoch, self._core.last_epoch)
 
     @property
     def planned(self) -> Workers:
-        """Workers that were in any plan that this launcher received."""
+        """Workers that were in any plan that this launcher has received."""
         return self._core.planned
 
     @property
     def condemned(self) -> Workers:
-        """Workers that the coordinator has evicted, as far as this launcher knows: they do not continue."""
+        """Workers that the coordinator has evicted, on any node, as far as this launcher knows."""
         return self._core.condemned
 
     @property
     def left(self) -> Workers:
-        """Workers that had finished and left in order, as reported by the coordinator; after the run all of them."""
+        """Workers that have finished and left in order, as the coordinator last reported. Complete after the run."""
         return self._core.presentation.left
 
     @property
     def taken(self) -> Workers:
-        """Ids that no newcomer may have, as far as this launcher knows."""
+        """Worker ids that were used in the run, as far as this launcher knows: no newcomer may have one of them."""
         return self._core.planned | self._core.presentation.mentioned
 
     @property
     def had_all(self) -> bool:
-        """True if all workers of the last plan were this launcher's, and have ended, so no worker continues."""
+        """True if this launcher had all workers of the last plan, and all have ended: no worker continues."""
         with self._client.condition:
             formed = self._core.presentation.formed
             return formed.epoch > 0 and formed.members <= self._core.ends.keys()
@@ -245,14 +252,14 @@ class NodeAgent:
             return first_workers(world) - opened.members - left if opened is not None else frozenset()
 
     def wait_led(self, timeout: float) -> bool:
-        """Wait ``timeout`` seconds at most for a leading coordinator or ``out``. Return whether one has led."""
+        """Wait at most ``timeout`` seconds until a coordinator leads or this session is over. Return ``led``."""
         with self._client.condition:
             self._client.condition.wait_for(lambda: self.led or self._core.out is not None, timeout)
             return self.led
 
     @property
     def attached(self) -> bool:
-        """True once a candidate of the run was reached, leading or not."""
+        """True once this launcher has reached a candidate of the run, whether that candidate leads or not."""
         return self._core.attached
 
     @property
@@ -263,11 +270,11 @@ class NodeAgent:
 
     @property
     def led(self) -> bool:
-        """True if a coordinator has ever led: enough workers had attached to it."""
+        """True if any coordinator has led the run so far, that is, enough workers had attached to it."""
         return self._core.presentation.term > 0
 
     def spawned(self, worker: WorkerId, pid: int) -> None:
-        """Report a started worker (for the event log)."""
+        """Report a worker that this launcher has started, for the event log."""
         self._client.call(self._core.spawned, worker, pid)
 
     @property
@@ -290,11 +297,11 @@ class NodeAgent:
         self._client.call(self._core.ended, worker, how[:256])
 
     def run_over(self, code: int, what: str) -> None:
-        """Record the end (``what``) of a run led by a candidate on this node, since no other process may report it."""
+        """End this session, because a candidate on this node has ended the run with exit code ``code`` (``what``)."""
         self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, told=True))
 
     def catch_up(self, timeout: float | None = None) -> None:
-        """Wait until all messages that the coordinator has sent by now have arrived; at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds until all messages that the coordinator has sent so far have arrived."""
         with self._client.condition:
             self._client.call(self._core.ask)
             self._client.condition.wait_for(lambda: self._core.out is not None or self._core.up_to_date, timeout)
@@ -328,7 +335,7 @@ class NodeAgent:
 
 
 class NoAgent:
-    """Null object for a ``NodeAgent``: no members, no messages, no waits."""
+    """Stand-in for a ``NodeAgent`` while there is no session: it knows no worker, sends nothing and never waits."""
 
     out: MembershipError | None = None
     connected_to: Address | None = None
