@@ -1,11 +1,11 @@
-"""Pre-train GPT with Megatron-LM, as its pretrain_gpt.py does, and survive the death of workers with --recover.
+"""Pre-train GPT with Megatron-LM, as pretrain_gpt.py of Megatron-LM does.  With --recover, survive deaths of workers.
 
     recover-run --nproc-per-node 8 pretrain_gpt_recover.py <Megatron's flags> --recover
 
-Accepts every flag of Megatron's pretrain_gpt.py.  Without --recover it does the same as that script: no hook is
-installed.  It runs with the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.18 to 0.19) first on
-PYTHONPATH.  `--help` lists all flags, those of recover_megatron in the group "recover"; `--version`, as the only
-argument, prints the version of recover_megatron.
+Accepts every flag of Megatron's pretrain_gpt.py.  Without --recover this script installs no hook, and does the same as
+pretrain_gpt.py.  It needs the Megatron-Core wheel (0.19), or a Megatron-LM checkout (0.18 to 0.19) that is first on
+PYTHONPATH.  `--help` lists all flags; the flags of recover_megatron are in the group "recover".  `--version`, as the
+only argument, prints the version of recover_megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROGRAM = "pretrain_gpt_recover.py"
 
 
 def main() -> None:
-    """Train; if the run cannot start, print all reasons at once and exit with EXIT_USAGE."""
+    """Train; if the run cannot start, print all reasons and exit with EXIT_USAGE."""
     if sys.argv[1:] == ["--version"]:
         print(f"{PROGRAM} {__version__}")
         return

@@ -1,11 +1,11 @@
 """recover_megatron: resilient pre-training for Megatron-LM, and a library for other training loops.
 
-If GPUs die in the middle of a step, the survivors finish the step, with exactly the same microbatches.
-docs/architecture.md shows the layers and the six files to read first, docs/instep.md the path of one gradient through
-the layers.
+If GPUs die in the middle of a step, the surviving workers finish the step, with exactly the same microbatches.
+docs/architecture.md shows the layers, and the six files to read first.  docs/instep.md follows one gradient through the
+layers.
 
 ``ElasticDataParallel``, ``StepResult`` and ``run`` are the library (docs/integrate.md).  Importing this package imports
-neither torch nor Megatron: each layer, and each of these three names, imports what it needs on first use.
+neither torch nor Megatron; they are imported when one of these three names, or a module that needs them, is first used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the library on first access and return it."""
+    """Import ``name`` from the library when it is first used, and return it."""
     if name in ("ElasticDataParallel", "StepResult", "run"):
         from recover_megatron import elastic
 

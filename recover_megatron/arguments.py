@@ -1,8 +1,9 @@
 """The ``--recover-*`` flags: fields of one dataclass, with help texts, defaults and checks.
 
-The flags extend Megatron's parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to an
-existing command line.  This module imports neither torch nor Megatron, because the launcher and the device layer read
-the flags before either is loaded.  ``scripts/reference.py`` writes the table in docs/operations.md from them.
+A user adds the flags to an existing command line; ``add_recover_arguments`` is the ``extra_args_provider`` that adds
+them to Megatron's parser.  This module imports neither torch nor Megatron, because the launcher and the device layer
+read the flags before they load torch or Megatron.  ``scripts/reference.py`` writes docs/reference/command_line.md from
+these flags.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE, LOG_
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:
-    """Parse ``HOST:PORT[,HOST:PORT...]`` (``[HOST]:PORT`` for IPv6); raise ValueError for anything else."""
+    """Return the (host, port) pairs in ``HOST:PORT[,HOST:PORT...]``; IPv6: ``[HOST]:PORT``.
+
+    Raises ValueError for any other text.
+    """
     addresses = []
     for item in map(str.strip, text.split(",")):
         host, _, port = item.rpartition(":")
@@ -37,7 +41,10 @@ def parse_addresses(text: str) -> list[tuple[str, int]]:
 
 
 def metrics_address(text: str) -> tuple[str, int]:
-    """Parse ``PORT`` (on loopback) or ``HOST:PORT``; raise ValueError for anything else."""
+    """Return (host, port) for ``PORT`` (the host is then 127.0.0.1) or ``HOST:PORT``.
+
+    Raises ValueError for any other text.
+    """
     try:
         [(host, port)] = parse_addresses(text if ":" in text else f"127.0.0.1:{text}")
     except ValueError:
@@ -46,9 +53,10 @@ def metrics_address(text: str) -> tuple[str, int]:
 
 
 def listed_domains(text: str) -> dict[str, str]:
-    """Read ``@FILE`` (lines HOST NAME[,NAME...]) and return host -> names of its domains, in the order of the file.
+    """Return host -> names of its failure domains, separated by commas, from the file FILE if ``text`` is ``@FILE``.
 
-    Return an empty dict for text without ``@``.  Raises ValueError with all mistakes in the file.
+    The file has a line HOST NAME[,NAME...] for each host; the result is in this order.  Returns an empty dict if
+    ``text`` does not begin with ``@``.  Raises ValueError with all mistakes in the file.
     """
     if not text.startswith("@"):
         return {}
@@ -73,7 +81,10 @@ def listed_domains(text: str) -> dict[str, str]:
 
 
 def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return this host's domains by ``--recover-domain``; UserError if its file is invalid or omits the host."""
+    """Return the names of this host's failure domains, separated by commas; ``text``: value of ``--recover-domain``.
+
+    Raises UserError if the file that it names is invalid or has no line for this host.
+    """
     if not text.startswith("@"):
         return text
     name = socket.gethostname()
@@ -88,13 +99,13 @@ def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def some_path(text: str) -> None:
-    """Raise ValueError for an empty path."""
+    """Raise ValueError if the path ``text`` is empty."""
     if not text:
         raise ValueError("give the path of a file")
 
 
 def words_of(text: str) -> list[str]:
-    """Split a command into words; raise ValueError for an empty command."""
+    """Split the command ``text`` into words, as a shell does.  Raises ValueError if the command is empty."""
     if not (words := shlex.split(text)):
         raise ValueError("give a command")
     return words
@@ -102,7 +113,7 @@ def words_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RecoverConfig:
-    """Values of the ``--recover-*`` flags of one worker; ``problems`` checks them."""
+    """Values of the ``--recover-*`` flags of one worker.  The function ``problems`` checks them."""
 
     enabled: bool = option(
         False,
@@ -151,16 +162,16 @@ class RecoverConfig:
     )
     hang_timeout: float = option(
         60.0,
-        "evict a worker that has made no progress for S seconds while others wait for it; at least the heartbeat "
-        "timeout",
+        "evict a worker that has made no progress for S seconds while other workers wait for it; at least the "
+        "heartbeat timeout",
         metavar="S",
         check=seconds_above_0,
         docs="[timeouts](operations.md#timeouts)",
     )
     stall_timeout: float = option(
         600.0,
-        "if more than half of the replicas hang or are silent at once, wait up to S seconds for them; a worker may "
-        "also wait up to S seconds for its data; 0: never wait",
+        "if more than half of the replicas hang or are silent at the same time, wait up to S seconds for them; a "
+        "worker may also wait up to S seconds for its data; 0: never wait",
         metavar="S",
         check=seconds_from_0,
         docs="[stalls](operations.md#a-stall-of-many-replicas): raise it if storage or hosts stall for more than ten "
@@ -168,18 +179,18 @@ class RecoverConfig:
     )
     grace: float = option(
         0.0,
-        "if all other replicas have waited S seconds for a live replica in an iteration, set it aside: they take over "
-        "its microbatches, and it returns for the next iteration; below the hang timeout, at least twice the heartbeat "
-        "interval. 0: never",
+        "if all other replicas have waited S seconds for a late replica in an iteration, set it aside: the other "
+        "replicas run its microbatches, and it returns in the next iteration. S must be below the hang timeout and at "
+        "least twice the heartbeat interval; 0: never set a replica aside",
         metavar="S",
         check=seconds_from_0,
         docs="[late replicas](operations.md#a-replica-that-is-late)",
     )
     domain: str = option(
         "",
-        "failure domains of this worker in addition to its node: a rack, a power line, a switch; each node may have "
-        "other domains. @FILE: a file with a line HOST NAME[,NAME...] for each node, in the nodes' order. Copies of "
-        "the optimizer's state are kept on workers of other nodes and domains",
+        "failure domains of this worker in addition to its node, such as its rack, power line or switch; give each "
+        "node the names of its domains. @FILE: a file with a line HOST NAME[,NAME...] for each node, in the nodes' "
+        "order. Copies of the optimizer state are kept on workers of other nodes and domains",
         metavar="NAME[,NAME...]|@FILE",
         check=listed_domains,
         default_text="the switches of SLURM's topology, if SLURM reports them (SLURM_TOPOLOGY_ADDR)",
@@ -187,8 +198,8 @@ class RecoverConfig:
     )
     collective: str = option(
         "auto",
-        "how gradients are summed over the replicas: ring, the fault-tolerant ring; native, NCCL's own "
-        "collectives; auto, native on GPUs, ring on the CPU",
+        "how gradients are summed over the replicas: ring, by the fault-tolerant ring; native, by NCCL's collectives; "
+        "auto, native on GPUs and ring on the CPU",
         choices=("auto", "ring", "native"),
         docs="`native`: NCCL's reduce-scatter and all-gather, on GPUs only; a bucket is then finished completely or "
         "not at all. `ring`: each segment of a bucket is finished separately",
@@ -199,17 +210,17 @@ class RecoverConfig:
         metavar="N",
         check=at_least(1),
         docs="if fewer replicas are not worth their cost: the run then ends with exit code 10. Replicas that the live "
-        "workers can still form count. A number above the replicas of the launch is refused",
+        "workers can still form count, too. At most the number of replicas at launch",
     )
     inject: str | None = option(
         None,
-        "for tests: faults to inject, WORKER@ITERATION:PHASE[:KIND][,...]",
+        "for tests: faults that workers inject into themselves, WORKER@ITERATION:PHASE[:KIND][,...]",
         metavar="SPEC",
         docs="to try recovery: [try a death](operations.md#try-a-death). Refused without `--recover`",
     )
     balance: bool = option(
         False,
-        "give slow replicas fewer microbatches, by measured speed",
+        "measure the speed of each replica, and give slower replicas fewer microbatches",
         docs="if replicas differ in speed for a long time (event `quotas`). Needs more microbatches than replicas; two "
         "runs are then no longer bitwise equal",
     )
@@ -223,9 +234,9 @@ class RecoverConfig:
     )
     max_replicas: int = option(
         0,
-        "let workers that join a complete run form further replicas, up to N in total; the microbatches of an "
-        "iteration stay the same and are shared by more replicas. 0: no more than at the launch, further workers "
-        "become spares",
+        "let workers that join a complete run form further replicas, up to N replicas in total; more replicas then "
+        "share the same microbatches of an iteration. 0: no more replicas than at launch; workers that join become "
+        "spares",
         metavar="N",
         check=at_least(0),
         docs="to let a run grow by `recover-run --join` ([growing](regroup.md#let-the-run-grow)). At most the number "
@@ -233,14 +244,14 @@ class RecoverConfig:
     )
     allow_cross_node_tp: bool = option(
         False,
-        "if there is no other way, form new replicas from workers of different nodes, too: their tensor parallelism "
-        "is then as slow as the network",
+        "form new replicas from workers of different nodes if workers of one node are too few; tensor parallelism in "
+        "such a replica is as slow as the network",
         docs="if a run at the network's speed is better than idle GPUs. Replicas within nodes are formed first",
     )
     verify_interval: int = option(
         0,
         "every N iterations compare the replicas' parameters and optimizer states, which must be equal; a replica that "
-        "differs from the majority takes over the majority's state; 0: never (default)",
+        "differs from the majority receives the majority's state; 0: never (default)",
         metavar="N",
         check=at_least(0),
         default_text="",
@@ -249,9 +260,9 @@ class RecoverConfig:
     )
     shadow_shards: int = option(
         1,
-        "with --use-distributed-optimizer: how many other workers keep an up-to-date copy of each worker's shard of "
-        "the optimizer's state, 0, 1 or 2; with 0 any death rolls the run back to a snapshot or a checkpoint, or ends "
-        "it with exit code 12 if there is neither",
+        "with --use-distributed-optimizer: number of other workers that keep an up-to-date copy of each worker's shard "
+        "of the optimizer state: 0, 1 or 2. With 0, any death rolls the run back to a snapshot or a checkpoint, or if "
+        "neither exists, ends the run with exit code 12",
         metavar="N",
         check=at_least(0, 2),
         docs="with `--use-distributed-optimizer`: 2 if neighbours fail together; 0 to save the cost, but then any "
@@ -259,15 +270,15 @@ class RecoverConfig:
     )
     shadow_device: str = option(
         "device",
-        "place of the copies of --recover-shadow-shards: device, with the parameters (default); cpu, in host memory",
+        "memory for the copies of --recover-shadow-shards: device, device memory (default); cpu, host memory",
         choices=("device", "cpu"),
         default_text="",
         docs="`cpu` if device memory is short: the copies are updated in host memory while the next step computes",
     )
     memory_tier: str = option(
         "auto",
-        "keep snapshots of the training's state in the host memory of workers of other nodes or domains: auto, if the "
-        "loss of one node or domain would lose all copies of a part of the state (default); always; off",
+        "keep snapshots of the training state in the host memory of workers of other nodes or domains: auto, only if "
+        "all copies of a part of the state could be lost with one node or domain (default); always; off",
         choices=("auto", "always", "off"),
         default_text="",
         docs="`off` if hosts do not have the memory, `always` to keep snapshots for losses of several workers, too: "
@@ -275,16 +286,16 @@ class RecoverConfig:
     )
     memory_interval: int = option(
         0,
-        "iterations between two snapshots; 0: chosen by their cost (default)",
+        "number of iterations between two snapshots; 0: computed from the cost of a snapshot (default)",
         metavar="K",
         check=at_least(0),
         default_text="",
-        docs="to repeat no more than K iterations after the loss of a node, whatever that costs",
+        docs="to repeat at most K iterations after the loss of a node, whatever the snapshots cost",
     )
     last_resort: str = option(
         "auto",
-        "if the surviving workers do not hold the complete state: auto, roll back to the newest checkpoint in place, "
-        "if there is one (default); off, end the run with exit code 12",
+        "action if the surviving workers do not hold the complete state: auto, roll back to the newest checkpoint, if "
+        "one exists, in the same processes (default); off, end the run with exit code 12",
         choices=("auto", "off"),
         default_text="",
         docs="`off` to end the run after a loss of the state, so that an operator can inspect it or a job script "
@@ -294,23 +305,23 @@ class RecoverConfig:
     untested: bool = option(
         False,
         "accept flags that are implemented, but partly untested because they need a GPU or Transformer Engine; "
-        "without it they are refused by name",
-        docs="if a refusal names it. Compare a run with deaths to a run without before you trust it",
+        "otherwise the run refuses these flags",
+        docs="if a refusal names this flag. Before you trust the run, compare a run with deaths to a run without",
     )
 
     may_differ: str = option(
         "",
-        "flags, ours or of the training script, that may differ between workers; all other flags are compared, and a "
-        "worker with another value is refused",
+        "flags of recover_megatron or of the training script that may differ between workers; all other flags are "
+        "compared, and a worker with another value is refused",
         metavar="FLAG[,FLAG...]",
-        docs="if a flag must have another value on some nodes (names without dashes); `code`: the program "
+        docs="if a flag must have another value on some nodes. Names without dashes; `code` accepts other program code "
         "([refused workers](troubleshooting.md#a-worker-is-refused-other-flags-or-other-code)). Give it to every "
         "launcher",
     )
     metrics: str | None = option(
         None,
-        "serve metrics for Prometheus on this port of loopback, or of HOST (0.0.0.0: all interfaces), on the node of "
-        "the first candidate coordinator; needs recover-run --log-dir",
+        "serve metrics for Prometheus on the node of the first candidate coordinator, at this port of the loopback "
+        "interface, or of HOST (0.0.0.0: all interfaces); needs recover-run --log-dir",
         metavar="[HOST:]PORT",
         check=metrics_address,
         docs="[metrics](monitoring.md#export-metrics-to-prometheus)",
@@ -324,8 +335,8 @@ class RecoverConfig:
     )
     on_event: str | None = option(
         None,
-        "run this command for every loss, recovery, return, checkpoint and change of state, with a JSON object on its "
-        "stdin; the run does not wait for it",
+        "run this command for every loss, recovery, return, checkpoint and change of state; the command gets a JSON "
+        "object on stdin, and the run does not wait for the command",
         metavar="COMMAND",
         check=words_of,
         docs="[event command](monitoring.md#run-a-command-for-each-event)",
@@ -338,18 +349,18 @@ FLAGS = tuple(flags_of(RecoverConfig, prefix="recover"))
 def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group "recover" to ``parser`` and return it (the protocol of Megatron's ``extra_args_provider``)."""
     group = parser.add_argument_group(
-        "recover", "fault tolerance by recover_megatron; without --recover the run is stock Megatron, no hook installed"
+        "recover", "fault tolerance by recover_megatron; without --recover no hook is installed"
     )
     add_options(group, FLAGS)
     return parser
 
 
 def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """Read only the ``--recover-*`` flags from a complete command line (without the program's name).
+    """Return the values of the ``--recover-*`` flags in a complete command line, without the program's name.
 
-    Megatron's parser cannot do this: the device must be chosen before Megatron is imported, and ``--yaml-cfg`` replaces
-    Megatron's namespace by one without these flags.  Raises UserError for a bad value of these flags; Megatron's parser
-    refuses unknown flags later.
+    Megatron's parser is not used, because the device must be chosen before Megatron is imported, and ``--yaml-cfg``
+    replaces Megatron's arguments by others without these flags.  Raises UserError for an invalid value of these flags.
+    Ignores all other flags; Megatron's parser refuses unknown flags later.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
@@ -365,7 +376,7 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
 
 
 def problems(config: RecoverConfig) -> list[str]:
-    """Return one line for each value that cannot be used, with what to change; empty if all are valid."""
+    """Return one message for each invalid value in ``config``, with the values that are valid; empty: all are valid."""
     found = checked(config, FLAGS)
     interval, timeout, hang = config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout
     if timeout < 2 * interval:
@@ -383,7 +394,10 @@ def problems(config: RecoverConfig) -> list[str]:
 
 
 def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
-    """Read the flags for a launcher; if a value is bad, return the defaults: the script will refuse the value."""
+    """Return the values of the ``--recover-*`` flags, for the launcher.
+
+    If a value is invalid, returns the defaults, because the training script will refuse the value.
+    """
     try:
         return config_from_argv(argv)
     except UserError:
@@ -391,12 +405,15 @@ def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
 
 
 def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """Read the flags for coordinators; return the defaults if a value is bad or values contradict each other."""
+    """Return the values of the ``--recover-*`` flags, for a coordinator; the defaults if any value is invalid."""
     config = config_or_defaults(argv)
     return RecoverConfig() if problems(replace(config, coordinator=None)) else config
 
 
 def spares_from_argv(argv: Sequence[str]) -> int:
-    """Return ``--recover-spares`` of a run with ``--recover``; 0 if a value is bad: the script will refuse it."""
+    """Return the value of ``--recover-spares``; 0 without ``--recover``.
+
+    Returns 0 if a value is invalid, because the training script will refuse the value.
+    """
     config = config_or_defaults(argv)
     return max(0, config.spares) if config.enabled else 0

@@ -1,7 +1,8 @@
-"""Errors that several layers raise; a ``UserError`` says what the user can fix, and is shown without a traceback.
+"""Errors that several layers raise.
 
-``UserError`` carries one or more reasons.  The entry script prints all of them and exits with ``EXIT_USAGE``.  Any
-other exception is a fault of the program or the machine and keeps its traceback.
+A ``UserError`` contains one or more reasons that the user can fix.  The entry script prints all reasons, without a
+traceback, and exits with ``EXIT_USAGE``.  Any other exception is a fault of the program or the machine, and is printed
+with its traceback.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import NoReturn
 from recover_megatron.variables import JOIN_VARIABLE, SPARE_VARIABLE
 
 EXIT_USAGE = 2
-"""Exit code of every refusal at start (argparse uses the same)."""
+"""Exit code of a process that refuses to start the run; argparse uses the same code."""
 EXIT_OWN_FAULT = 1
-"""Exit code of a worker that failed for a local reason: its launcher may start another worker in its place."""
+"""Exit code of a worker that failed for a reason of its own; its launcher may start a replacement."""
 
 
 class UserError(Exception):
-    """Error for a run that cannot start; each of ``reasons`` says in one line why, and what to do."""
+    """Error for a run that cannot start; each of ``reasons`` is one line with a cause and what the user can do."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__("\n".join(reasons))
@@ -30,23 +31,23 @@ class UserError(Exception):
 
 
 class InStepError(Exception):
-    """Base class of the errors that recovery raises for a state of the run."""
+    """Base class of the errors that recovery raises during a run."""
 
 
 class Disagreement(InStepError):
-    """Error for contradictory reports of workers, or a sum that differs from the agreed sum; nothing is committed."""
+    """Error for workers that report contradictory facts, or sums that differ; the step is not committed."""
 
 
 def traceback_wanted() -> bool:
-    """Return whether the user wants the traceback of a refusal (RECOVER_TRACEBACK=1)."""
+    """Return whether the user has asked for tracebacks of ``UserError`` by RECOVER_TRACEBACK=1."""
     return os.environ.get("RECOVER_TRACEBACK") == "1"
 
 
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
-    """Print the reasons and exit with ``EXIT_USAGE``.
+    """Print ``reasons`` as errors of ``program``, and exit with ``EXIT_USAGE``.
 
-    All workers of a node refuse for the same reasons, so only the first worker of each node, and a worker that joins a
-    running job, print the reasons; the other workers exit silently.
+    All workers of a node refuse for the same reasons.  So only the first worker of each node, and a worker that joins a
+    running job, print the reasons; all other workers exit without a message.
     """
     first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
     if first or (os.environ.get(JOIN_VARIABLE) == "1" and os.environ.get(SPARE_VARIABLE) != "1"):
@@ -59,16 +60,16 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
 
 
 def end_process() -> NoReturn:
-    """Exit with code 0, in Python's order, but without the interpreter's finalization.
-
-    A gloo thread may keep a reference to a tensor for a moment after the collective.  If it drops the last reference
-    while the main thread is finalizing, CPython 3.12 terminates the thread (``pthread_exit``), which unwinds through
-    destructors that may not throw: SIGABRT after a successful training.  Seen with torch 2.13 on a loaded machine.
+    """Exit with code 0, without the finalization of the Python interpreter.
 
     Waits for non-daemon threads, calls the ``atexit`` functions (Megatron stops its checkpoint writer there), and
     flushes stdout and stderr.  Call it in the main thread, as its last statement.
+
+    Finalization could abort the process after a successful training (seen with torch 2.13 on a loaded machine): if a
+    gloo thread drops the last reference to a tensor during finalization, CPython 3.12 terminates this thread
+    (``pthread_exit``), whose stack then unwinds through destructors that must not throw, and the process gets SIGABRT.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # also ends idle threads of concurrent.futures
+    threading._shutdown()  # type: ignore[attr-defined]  # also stops idle threads of concurrent.futures
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

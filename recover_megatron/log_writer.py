@@ -1,15 +1,15 @@
-"""Log files, each written by a background thread, so that no disk can stop or slow a run.
+"""Log files, each written by a background thread, so that a slow or failing disk cannot delay a run.
 
     put --> queue (bounded) --> thread: open, write
                                   | OSError: logged once; retried every ``RETRY_SECONDS``, later jobs wait
                                   | a write that does not return (a frozen file system): logged after ``STALL_SECONDS``
 
-``put`` takes microseconds and raises nothing; lines that do not fit into the queue are dropped and counted.  When the
-disk accepts data again, the file continues where it stopped, in complete lines.  If a process is killed, its last lines
-may be lost: a caller that must not lose them waits with ``settle`` or ``flush``, both for a bounded time.
+``put`` takes microseconds and raises no error; lines that do not fit into the queue are dropped and counted.  When the
+disk accepts data again, the file continues with the next line in the queue.  If a process is killed, its last lines may
+be lost.  A caller that must not lose lines waits with ``settle`` or ``flush``; both wait for a bounded time.
 
 The kernel does not terminate a process while one of its threads is inside a write to a frozen file system
-(``fsfreeze``): the process exits when the file system thaws, and its parent sees the exit only then.
+(``fsfreeze``).  The process exits when the file system thaws, and its parent sees the exit only then.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ log = get_logger(__name__)
 
 RETRY_SECONDS = 2.0
 STALL_SECONDS = 10.0
-"""Seconds after which an unfinished job is logged; otherwise it would stay unnoticed while the queue has room."""
+"""Seconds after which an unfinished job is logged, even if the queue still has room."""
 LOOK_SECONDS = 10.0
-"""Seconds between two checks of an idle file that has a ``head``."""
+"""Seconds between two checks whether an idle file with a ``LogWriter.head`` was truncated or moved."""
 QUIET_SECONDS = 60.0
 """Minimum seconds between two warnings about a disk that fails and recovers repeatedly."""
 PATIENCE_SECONDS = 0.1
-"""Longest wait of ``settle``, in seconds."""
+"""Greatest number of seconds that ``settle`` waits."""
 FLUSH_SECONDS = 3.0
 MOST_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Say = Callable[[str], None]
 Job = Callable[[], object]
-"""Callable that writes; it is called again after an OSError."""
+"""Function that writes to a file; it is called again if it has raised OSError."""
 
 
 class BackgroundWriter:
-    """Background writer: runs jobs in their order, in a thread that starts with the first job.
+    """Queue of jobs that write to a file, and a thread that runs the jobs in their order.
 
-    ``what`` names the file in messages, ``say`` (called in any thread) logs trouble; ``most_bytes`` bounds the queue.
+    ``what``: name of the file for messages; ``say``: logs a message, called in any thread; ``most_bytes``: size of the
+    queue.
     """
 
     def __init__(self, what: str, say: Say = log.warning, most_bytes: int = MOST_BYTES) -> None:
@@ -59,11 +60,11 @@ class BackgroundWriter:
         self._most_bytes = most_bytes
         self._jobs: deque[tuple[int, Job]] = deque()  # the first job is running
         self.left = 0
-        """Bytes not yet written."""
+        """Number of bytes in the queue, which are not in the file yet."""
         self._done = 0
         self._failures = 0
         self._hurry = False
-        """True if a caller waits, so that a failed job must be retried at once."""
+        """True if a caller waits, so that a failed job must be retried without delay."""
         self._dropped = 0
         self._reported_at = -QUIET_SECONDS
         self._reported = False
@@ -74,7 +75,7 @@ class BackgroundWriter:
         self._changed = threading.Condition()
 
     def submit(self, job: Job, size: int) -> bool:
-        """Queue ``job``, which keeps ``size`` bytes of memory until it has run.  Return False if it was dropped."""
+        """Add ``job``, which needs ``size`` bytes of memory, to the queue.  Return False if the job was dropped."""
         with self._changed:
             full = self.left > 0 and self.left + size > self._most_bytes
             taken = not full and not self._closed
@@ -82,7 +83,7 @@ class BackgroundWriter:
                 self._dropped += 1
             else:
                 if not self._jobs:
-                    self._since = time.monotonic()  # the thread may not have begun this job when the next one is queued
+                    self._since = time.monotonic()  # the thread sets this only when it begins the job
                 self._jobs.append((size, job))
                 self.left += size
                 self._run_thread()
@@ -98,14 +99,17 @@ class BackgroundWriter:
         return taken
 
     def settle(self) -> None:
-        """Wait at most ``PATIENCE_SECONDS`` until all jobs are done; after a timeout, do not wait while any is left."""
+        """Wait at most ``PATIENCE_SECONDS`` until all jobs are done.
+
+        After a timeout, further calls return immediately until the queue has been empty.
+        """
         if not self._behind:
             self._behind = not self._wait(PATIENCE_SECONDS, in_all=PATIENCE_SECONDS)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Wait until all jobs are done.
+        """Wait until all jobs are done; return whether they are.
 
-        Give up and return False if a write fails, if no job finishes for ``seconds``, or after ten times ``seconds``.
+        Returns False if a job fails, if no job finishes for ``seconds``, or after ten times ``seconds``.
         """
         return self._wait(seconds, in_all=10 * seconds)
 
@@ -116,13 +120,13 @@ class BackgroundWriter:
                 self.left -= self._jobs.pop()[0]
 
     def close(self) -> None:
-        """Refuse further jobs; return at once.  The thread ends when the queue is empty, or at the next error."""
+        """Refuse further jobs; do not wait.  The thread ends when the queue is empty, or when a job fails."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _look(self) -> None:
-        """Check the file; called in the thread after ``LOOK_SECONDS`` without a job."""
+        """Check whether the file was truncated or moved; the thread calls this after ``LOOK_SECONDS`` without a job."""
 
     @property
     def finished(self) -> bool:
@@ -145,7 +149,7 @@ class BackgroundWriter:
             return not self._jobs
 
     def _run_thread(self) -> None:
-        """Start the thread if it does not run; if no thread can be started, the next job tries again."""
+        """Start the thread if it does not run.  If no thread can be started, the next call tries again."""
         if self._thread is None:
             self._since = time.monotonic()
             thread = threading.Thread(target=self._run, name=f"recover-write-{self._what}", daemon=True)
@@ -173,7 +177,10 @@ class BackgroundWriter:
                 self._succeeded()
 
     def _failed(self, error: OSError) -> bool:
-        """Wait until the next attempt is due; if the writer is closed, drop all jobs and return False."""
+        """Log that a job has failed with ``error``, wait until its next attempt is due, and return True.
+
+        If the writer is closed, drop all jobs and return False.
+        """
         with self._changed:
             self._failures += 1
             self._hurry = False
@@ -212,9 +219,9 @@ class BackgroundWriter:
 
 
 def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
-    """Open ``path`` for appending lines, create its folder, and return the descriptor; end a truncated last line.
+    """Create the folder of ``path``, open the file for appending lines, and return its descriptor.
 
-    ``drop_cut``: remove a truncated last line.  Raises OSError.
+    If the last line is incomplete, ends it with a newline, or if ``drop_cut``, removes it.  Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -232,15 +239,14 @@ def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
 
 
 class LogWriter(BackgroundWriter):
-    """Background writer that appends lines to one file, which it opens with the first line.
+    """Background writer that appends lines to one file; the first line opens the file.
 
-    ``opening`` opens the file in the thread and returns the descriptor; it is called again when the file must be
-    reopened (its folder was removed, a log rotation has moved it, the file server has lost it).  ``gap(n)`` is written
-    in place of n dropped lines.
+    ``opening``: opens the file in the thread, and returns its descriptor.  It is called again if the file was removed,
+    was moved by a log rotation, or was lost by its server.  ``gap(n)``: the text to write in place of n dropped lines.
     """
 
     head = b""
-    """Lines that readers need in every file: soon written again if the file was truncated or created again."""
+    """Lines that readers need in every file; written again if the file was truncated or replaced by a new one."""
 
     def __init__(
         self,
@@ -264,16 +270,16 @@ class LogWriter(BackgroundWriter):
         self.submit(lambda: self._add(b"", 0, None), 0)
 
     def put(self, line: bytes, wanted: Callable[[], bool] | None = None) -> None:
-        """Append ``line``, which ends in a line end, as soon as the disk accepts it; ``settle`` waits for that.
+        """Queue ``line``, which ends with a newline; ``settle`` or ``flush`` waits until it is in the file.
 
-        ``wanted`` is called in the thread, when the file is open; the line is written only if it returns True.
+        ``wanted``: called in the thread when the file is open; if it returns False, the line is dropped.
         """
         if self._missing and self._gap is not None:
             line = self._gap(self._missing) + line
         written = 0
 
         def append() -> None:
-            """Append the rest of the line; a call after an error continues where the disk was full."""
+            """Write the bytes of the line that are not in the file yet; after an error the next call continues."""
             nonlocal written
             while written < len(line):
                 written = self._add(line, written, wanted)
@@ -281,7 +287,7 @@ class LogWriter(BackgroundWriter):
         self._missing = 0 if self.submit(append, len(line)) else self._missing + 1
 
     def close(self) -> None:
-        """Refuse further lines; return at once.  Lines that were put before are still written."""
+        """Refuse further lines; do not wait.  Lines in the queue are still written."""
         self.submit(self._close, 0)
         super().close()
 
@@ -291,9 +297,9 @@ class LogWriter(BackgroundWriter):
             os.close(descriptor)
 
     def _add(self, line: bytes, written: int, wanted: Callable[[], bool] | None) -> int:
-        """Write ``line``, of which ``written`` bytes are in the file already; runs in the thread.
+        """Write the bytes of ``line`` after the first ``written`` bytes, which are in the file; runs in the thread.
 
-        Returns how many bytes of the line are in the file now: not all if the disk is full.  OSError if none was added.
+        Returns the number of bytes of the line that are in the file now.  Raises OSError if no byte could be written.
         """
         try:
             if self._descriptor is not None and self._is_elsewhere(self._descriptor):
@@ -316,14 +322,15 @@ class LogWriter(BackgroundWriter):
             raise
 
     def _is_elsewhere(self, descriptor: int) -> bool:
-        """Return whether the open file is no longer at its path, because it was removed or moved.
+        """Return whether the open file was removed or moved, so that the path must be opened again.
 
-        After ``close``, False for a moved file, which gets the last lines: a new file may belong to another writer.
+        After ``close``, returns False for a moved file: the last lines go to it, because a new file at the path may
+        belong to another writer.
         """
         info = os.fstat(descriptor)
         try:
             return info.st_nlink == 0 or not (self._closed or os.path.samestat(info, os.stat(self._path)))
-        except OSError as error:  # the path cannot be read: the open file may accept lines nevertheless
+        except OSError as error:  # even if the path cannot be read, the open file may accept lines
             return isinstance(error, FileNotFoundError)
 
     def _look(self) -> None:
@@ -332,14 +339,17 @@ class LogWriter(BackgroundWriter):
 
 
 def flush_all(files: Iterable[BackgroundWriter], seconds: float = FLUSH_SECONDS) -> None:
-    """Flush all files; after a failure, flush later files, perhaps on the same disk, for only ``PATIENCE_SECONDS``."""
+    """Flush all files, waiting ``seconds`` for each.
+
+    After a failure, waits only ``PATIENCE_SECONDS`` for each later file, since it may be on the same disk.
+    """
     for file in files:
         if not file.flush(seconds):
             seconds = PATIENCE_SECONDS
 
 
 def why_not_used(folder: Path) -> str:
-    """Return why ``folder``, or a temporary file in it, cannot be created; empty if both can."""
+    """Return why files cannot be created in ``folder``, as text; empty: they can.  Creates the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

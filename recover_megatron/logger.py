@@ -1,12 +1,12 @@
-"""Log messages of a process on stderr: Python's ``logging``, each message at once and with a prefix.
+"""Log messages of a process, written to stderr by Python's ``logging`` with a prefix.
 
     log = get_logger(__name__)
     log.info("worker 3 waits for a place")      recover: worker 3 waits for a place
     log.warning("the disk is full")             recover: warning: the disk is full
 
-Messages of several threads of a process never share a line.  No message stays in a buffer, because the process may end
-by ``os._exit`` or a signal right after it.  If stderr cannot be written, messages are lost and the run continues.  The
-package's logger does not propagate to the root logger, whose level and handlers Megatron sets.
+Messages of several threads never share a line.  Messages are not buffered, because the process may end immediately
+afterwards, by ``os._exit`` or a signal.  If stderr cannot be written, messages are lost and the run continues.  The
+package's logger does not propagate to the root logger, because Megatron sets the root logger's level and handlers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from recover_megatron.variables import LINES_VARIABLE
 
 PACKAGE = "recover_megatron"
 PREFIXES = {f"{PACKAGE}.hostdevice": "[hostdevice] ", f"{PACKAGE}.launch": "recover-run: "}
-"""Prefixes of messages, by the beginning of the logger's name."""
+"""Beginning of a logger's name -> prefix of its messages."""
 PREFIX = "recover: "
-"""Prefix of all other loggers."""
+"""Prefix of the messages of all loggers that are not in ``PREFIXES``."""
 
 
 class LineFormat:
-    """Format of the lines of one process of a launch, on the console and in its log.
+    """Format of the lines that one process of a launch prints, on the console and in the process's log file.
 
-    plain   console: after the prefix ``[id]``; log: unchanged
-    iso     2026-01-31T12:00:00.123Z node-0 worker 3: text, in both
-    json    {"time": ..., "node": ..., "worker": 3, "stream": "stderr", "text": ...}, in both
+    plain   on the console with the prefix ``[id]``; in the log file unchanged
+    iso     2026-01-31T12:00:00.123Z node-0 worker 3: text
+    json    {"time": ..., "node": ..., "worker": 3, "stream": "stderr", "text": ...}
 
-    The time is when the launcher read the line, or when a process next to the workers logged it.
+    The time of a worker's line is when the launcher read it; other processes write the time of the log message.
     """
 
     def __init__(self, kind: str, node: str, worker: str) -> None:
@@ -45,9 +45,9 @@ class LineFormat:
         self._worker = worker
 
     def line(self, line: bytes, stream: str, now: float) -> bytes:
-        """Return ``line`` in this format; both texts have no line end.  ``now``: unix seconds.
+        """Return ``line``, which has no newline at its end, in the format iso or json.
 
-        With iso, each line of a message of several lines has its time; with json, the message is one object.
+        ``now``: unix seconds.  A message of several lines is one object in json; in iso each of its lines has the time.
         """
         time_ = iso(now)
         if not self._json:
@@ -59,7 +59,7 @@ class LineFormat:
 
 
 def iso(now: float) -> str:
-    """Return unix seconds as ISO 8601, UTC, in milliseconds."""
+    """Return ``now``, in unix seconds, as ISO 8601 text in UTC with milliseconds."""
     return datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -76,10 +76,13 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class Prefixed(logging.Formatter):
-    """Formatter that adds the logger's prefix and, from WARNING on, the level; ``LINES_VARIABLE`` sets the form."""
+    """Formatter that adds the logger's prefix, and the level of warnings and errors.
+
+    Uses the ``LineFormat`` that ``use_lines`` or the environment variable ``LINES_VARIABLE`` selects.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of ``record``, without a line end."""
+        """Return the text of ``record``, without a newline at its end."""
         fields = super().format(record)
         prefix = next((prefix for name, prefix in PREFIXES.items() if record.name.startswith(name)), PREFIX)
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
@@ -94,7 +97,7 @@ _own_lines: LineFormat | None = None
 
 
 def use_lines(kind: str, node: str) -> None:
-    """Write this process's messages as ``kind`` from now on; its children do not inherit the format."""
+    """Select the format ``kind`` (plain, iso, json) for this process's messages; child processes do not inherit it."""
     global _own_lines
     _own_lines = None if kind == "plain" else LineFormat(kind, node, "-")
 
@@ -106,12 +109,12 @@ def _inherited_lines() -> LineFormat | None:
 
 class StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        """Write ``record``; raise nothing if stderr is closed, full or broken."""
+        """Write ``record`` to stderr; raise no error if stderr is closed, full or broken."""
         write_stderr(self.format(record))
 
 
 def write_stderr(text: str) -> None:
-    """Write ``text`` and a line end to stderr, at once; if stderr cannot be written, the text is lost."""
+    """Write ``text`` and a newline to stderr without buffering; if stderr cannot be written, the text is lost."""
     data = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError, AttributeError):
         try:
@@ -120,6 +123,6 @@ def write_stderr(text: str) -> None:
             sys.stderr.write(data.decode())
             sys.stderr.flush()
             return
-        # Bypass Python's buffer: it would keep data that it cannot write, and the interpreter would exit with 120.
+        # Bypass Python's buffer: if it keeps data that cannot be written, the interpreter exits with code 120.
         while data:
             data = data[os.write(descriptor, data) :]

@@ -3,8 +3,8 @@
     class Config:                                    add_options      adds the flags to an argparse parser or group
         spares: int = option(0, "...", metavar="N")  checked          lists all values that cannot be used
 
-A field's flag is the field's name with dashes (prefix ``recover``: ``--recover-spares``), unless ``name`` is set.
-``scripts/reference.py`` makes the tables in the docs.
+A field's flag is the field's name with dashes, after a prefix if one is given (``--recover-spares``), unless
+``Option.name`` is set.  ``scripts/reference.py`` writes the docs' tables of flags.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 Check = Callable[[Any], Any]
-"""Function that raises ValueError for a bad value, with what to give instead; with ``as_text`` it returns the value."""
+"""Function that raises ValueError for an invalid value of a flag; the error's text says which values are valid.
+
+For flags that are added with ``as_text``, it also parses the text and returns the value.
+"""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Description of one flag."""
+    """Description of one command-line flag."""
 
     help: str
     """Text for ``--help``, without the default."""
     name: str = ""
-    """Name of the flag with its dashes; empty: derived from the field's name."""
+    """Flag with its dashes; empty: derived from the field's name."""
     short: str = ""
     metavar: str | None = None
-    """Placeholder of the value, with its unit: S for seconds, N for a number."""
+    """Placeholder of the value in ``--help``, which also shows the unit: S for seconds, N for a number."""
     choices: tuple[str, ...] = ()
     check: Check | None = None
     environment: str = ""
     """Environment variable that is read if the flag is not given."""
     default_text: str | None = None
-    """The default in words; None: the default itself; empty: ``help`` names it."""
+    """Text that describes the default in ``--help``; None: show the value; empty: show nothing, ``help`` names it."""
     docs: str = ""
-    """Text for the table in the docs, in Markdown: when to change the flag, where to read more."""
+    """Text for the docs' table of flags, in Markdown: when to change the flag, and where to read more."""
 
 
 class Dataclass(Protocol):
@@ -48,13 +51,13 @@ class Dataclass(Protocol):
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """Return a dataclass field that is a flag; ``about``: further fields of ``Option``."""
+    """Return a dataclass field with a flag; ``help`` and ``about`` are fields of the flag's ``Option``."""
     return dataclasses.field(default=default, metadata={"option": Option(help, **about)})
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Field of a dataclass and its flag."""
+    """Flag, and the dataclass field that has its value."""
 
     field: str
     name: str
@@ -71,20 +74,20 @@ class Flag:
 
     @property
     def default_in_words(self) -> str:
-        """Return the default as text; empty if there is none to name."""
+        """Text that describes the default in ``--help``; empty: show nothing."""
         if self.option.default_text is not None:
             return self.option.default_text
         return "" if self.switch or self.default is None else str(self.default)
 
     @property
     def help(self) -> str:
-        """Return the text for argparse, which expands "%"."""
+        """Text for ``--help``; each "%" is doubled, because argparse expands "%"."""
         suffix = f" (default: {self.default_in_words})" if self.default_in_words else ""
         return (self.option.help + suffix).replace("%", "%%")
 
 
 def flags_of(config: type[Dataclass], prefix: str = "") -> Iterator[Flag]:
-    """Yield the flags of a dataclass, in the order of its fields.  ``prefix``: the beginning of the flags' names."""
+    """Yield the flags of a dataclass, in the order of its fields; ``prefix``: first word of the flags' names."""
     for field in dataclasses.fields(config):
         about = field.metadata.get("option")
         if about is not None:
@@ -95,10 +98,10 @@ def flags_of(config: type[Dataclass], prefix: str = "") -> Iterator[Flag]:
 def add_options(
     parser: argparse._ActionsContainer, flags: Sequence[Flag], *, as_text: bool = False, underscores: bool = False
 ) -> None:
-    """Add ``flags`` to a parser or to a group of a parser.
+    """Add ``flags`` to a parser or to an argument group of a parser.
 
-    ``as_text``: do not parse values, and use None for a flag that is not given, so that the caller can collect all
-    mistakes.  ``underscores``: accept ``--a_b`` for ``--a-b``, too.
+    ``as_text``: leave values unparsed, and use None for a flag that is not given, so that the caller can report all
+    mistakes together.  ``underscores``: accept ``--a_b`` for ``--a-b``, too.
     """
     for flag in flags:
         names = [*([flag.option.short] if flag.option.short else []), flag.name]
@@ -119,7 +122,7 @@ def add_options(
 
 
 def checked(config: Dataclass, flags: Sequence[Flag]) -> list[str]:
-    """Return one line for each value that its check refuses, with what to give instead."""
+    """Return one message for each invalid value in ``config``: the flag, the value, and which values are valid."""
     found = []
     for flag in flags:
         value = getattr(config, flag.field)
@@ -143,7 +146,7 @@ def seconds_from_0(value: float) -> None:
 
 
 def at_least(minimum: int, maximum: int | None = None) -> Check:
-    """Return a check of whole numbers between ``minimum`` and ``maximum``."""
+    """Return a check that accepts integers from ``minimum`` to ``maximum``, both included; None: no maximum."""
 
     def check(value: int) -> None:
         if value < minimum or (maximum is not None and value > maximum):

@@ -1,15 +1,17 @@
-"""Protection of a run from operations over replicas that one worker calls out of turn, when no other worker takes part.
+"""Protection of a run from operations over replicas that one worker calls while no other worker takes part.
 
-in a signal handler         the worker ends by that signal, as it does without the handler
-in another thread           the thread gets ``OutOfTurn``; the training continues
+Such an operation must not stop the run.  It is stopped, depending on its caller:
 
-A handler interrupts the main thread at an arbitrary place, so other workers could take part in the handler's operations
-only by chance, at another place of the training.  Such an operation costs the worker that calls it, and never the run.
+a signal handler                        the worker ends by that signal, as if the program had set no handler
+a thread except the training thread     ``OutOfTurn`` is raised in the thread; the training continues
+
+A signal handler interrupts the main thread at an arbitrary place of the training.  Other workers are at other places,
+so they could take part in the handler's operations only by chance.
 
 Threads that Python has not started are not checked, because PyTorch's autograd calls backward hooks in such threads.
 
-The SIGCHLD handler that a DataLoader sets may raise an error anywhere, even inside an optimizer's update, so
-``tell_readers`` delays the error until data is read.
+The SIGCHLD handler that a DataLoader sets may raise an error at any place, even inside an optimizer's update.
+``tell_readers`` delays this error until the program reads data.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 _running: list[int] = []
-"""Signals whose handlers run now in the main thread, the innermost last."""
+"""Signals whose handlers run in the main thread now; the innermost handler's is last."""
 _trainer: threading.Thread | None = None
-"""The training thread; None: not known, so no thread is refused."""
+"""The training thread; None: it is unknown, so operations in any thread are allowed."""
 
 
 class OutOfTurn(InStepError):
-    """Error for an operation over replicas that was called outside the training thread: no other worker takes part."""
+    """Error for an operation over replicas that a thread other than the training thread has called."""
 
 
 @dataclass(frozen=True)
 class Handler:
-    """Wrapper of a signal handler that records, for ``keep_in_turn``, while the handler runs."""
+    """Wrapper of a signal handler, which records for ``keep_in_turn`` that the handler is running."""
 
     handler: Callable[[int, Any], Any]
 
@@ -60,17 +62,17 @@ def _watched(handler: Any) -> Any:
 
 
 def _plain(handler: Any) -> Any:
-    """Return the handler as the program has set it: the program may compare it, and set it again later."""
+    """Return ``handler`` without its wrapper: the program may compare it with the handler that it has set."""
     return handler.handler if isinstance(handler, Handler) else handler
 
 
 _OF_TORCH = "DataLoader worker (pid "
-"""Beginning of the error that torch's SIGCHLD handler raises."""
+"""Beginning of the error message of torch's SIGCHLD handler."""
 
 
 @dataclass(frozen=True)
 class _OfLoaders:
-    """Wrapper of the SIGCHLD handler of torch's DataLoader; ``told`` receives the error that the handler raises."""
+    """Wrapper of the SIGCHLD handler of torch's DataLoader; passes errors that the handler raises to ``told``."""
 
     handler: Callable[[int, Any], Any]
     told: Callable[[RuntimeError], None]
@@ -79,20 +81,21 @@ class _OfLoaders:
         try:
             self.handler(number, frame)
         except RuntimeError as error:
-            if not str(error).startswith(_OF_TORCH):  # an error of the program's own handler
+            if not str(error).startswith(_OF_TORCH):  # the program has set another handler, which raised this error
                 raise
             self.told(error)
 
 
 def tell_readers(told: Callable[[RuntimeError], None]) -> None:
-    """Pass the errors of torch's SIGCHLD handler to ``told``, which raises them only while data is read.
+    """Wrap the SIGCHLD handler of torch's DataLoader, so that errors that it raises go to ``told``.
 
-    If ``told`` drops an error, the loader raises it at its next read.  Torch sets its handler when the first loader
-    with processes starts, so call this function again after a read.
+    ``told`` raises the error if the program is reading data now, and otherwise drops it; the loader raises a dropped
+    error at its next read.  Torch sets its handler when the first loader with processes starts, so call this function
+    again after a read.  Does nothing outside the main thread.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     of_torch = handler.handler if isinstance(handler, _OfLoaders) else handler
-    # Only the main thread can set handlers.
+    # Python lets only the main thread set signal handlers.
     if callable(of_torch) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, _OfLoaders(of_torch, told))
 
@@ -106,7 +109,7 @@ def begin() -> None:
             signal=functools.wraps(set_handler)(lambda number, handler: _plain(set_handler(number, _watched(handler)))),
             getsignal=functools.wraps(handler_of)(lambda number: _plain(handler_of(number))),
         )
-        if threading.current_thread() is threading.main_thread():  # only in this thread can handlers be set
+        if threading.current_thread() is threading.main_thread():  # only this thread can set handlers
             for number in signal.valid_signals():
                 if (handler := signal.getsignal(number)) is not _watched(handler):
                     signal.signal(number, handler)
@@ -114,10 +117,10 @@ def begin() -> None:
 
 
 def keep_in_turn(told: Callable[[], str], *, threads: bool) -> None:
-    """Stop the caller of an operation over replicas in which no other worker can take part; else return.
+    """Check that an operation over replicas is not called in a signal handler, or outside the training thread.
 
-    In a signal handler, the process ends by the signal; in a thread other than the training thread, ``OutOfTurn`` is
-    raised if ``threads`` is set.  ``told`` returns the names of the operation and its caller.
+    In a signal handler, terminates the process by the signal.  If ``threads`` is true, raises ``OutOfTurn`` in a thread
+    other than the training thread.  ``told`` returns the names of the operation and its caller, for the message.
     """
     thread = threading.current_thread()
     if _running and thread is threading.main_thread():
@@ -131,12 +134,12 @@ def keep_in_turn(told: Callable[[], str], *, threads: bool) -> None:
 def _end_by(number: int, told: str) -> NoReturn:
     name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
     log.error(
-        f"{told} in a handler of {name}, where no other worker takes part in it: this worker ends by {name}, as it "
-        "does without the handler. For a checkpoint and an exit of all workers, train with --exit-signal-handler and "
+        f"{told} in a handler of {name}, where no other worker takes part in it: this worker ends by {name}, as if "
+        "no handler were set. For a checkpoint and an exit of all workers, train with --exit-signal-handler and "
         "send the signal to all workers"
     )
     with suppress(Exception):  # the handler may interrupt a print, and the pipe may be closed
         sys.stdout.flush()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-    os._exit(128 + number)  # the default action of this signal does not terminate the process
+    os._exit(128 + number)  # reached if the signal's default action does not terminate the process

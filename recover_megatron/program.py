@@ -1,17 +1,18 @@
-"""The program that this process runs, described for a comparison of workers: sources by content, packages by version.
+"""Description of the program that a process runs, to find workers with different code.
 
-A worker that starts late (in place of a lost worker, as a spare, by ``--join``) reads the script and its modules from a
-disk where they may have been edited since the launch.  Workers compare the modules that both have loaded:
+A worker that starts after the launch (a replacement, a spare, a worker of ``--join``) reads the script and its modules
+from a disk where they may have been edited since.  A late worker is compared with the run in the modules that both have
+loaded.  Differences have these effects:
 
-    refuses   another content of the script, or of a module outside site-packages; Megatron and this package are
-              compared wherever they are installed; another release (the first two numbers) of a ``DECISIVE`` package
-    warns     another patch release of these packages, other versions of NumPy and Python
+    refused   the content of the script, or of a module outside site-packages; the content of Megatron or this package,
+              wherever it is installed; the release (first two numbers) of a ``DECISIVE`` package
+    warning   the patch release of a ``DECISIVE`` package; the version of NumPy or Python
     ignored   other packages; modules that only one worker has loaded; compiled modules, and modules without a source
-              (``.pyc``, zip files, a notebook, ``-c``); generated modules (the temporary folder, ``_version.py`` and
-              the like); ``sitecustomize``; sources above ``LARGEST`` bytes
+              (``.pyc``, zip files, a notebook, ``-c``); generated modules (in the temporary folder, ``_version.py`` and
+              similar names); ``sitecustomize``; sources above ``LARGEST`` bytes
 
-A module is identified by its name, the script by its file name: the same program may be installed elsewhere on another
-host.  A module's file may be edited after its import, so call ``describe`` at the start of the process.
+A module is identified by its name, and the script by its file name, because hosts may have the program in different
+folders.  Call ``describe`` at the start of the process, before module files can be edited.
 """
 
 from __future__ import annotations
@@ -27,26 +28,29 @@ from pathlib import Path
 from typing import Any
 
 DECISIVE = ("torch", "megatron.core", "transformer_engine")
-"""Packages whose release affects the numerical results of a training."""
+"""Packages whose release may change the numerical results of a training."""
 NOTED = (*DECISIVE, "numpy")
 COMPARED = ("megatron", "recover_megatron")
-"""Packages that are compared by content in site-packages, too."""
+"""Packages whose content is compared even if they are installed in site-packages."""
 GENERATED = ("_version", "__version__", "version", "_build_info", "build_info", "sitecustomize", "usercustomize")
 INSTALLED = {"site-packages", "dist-packages"}
 LARGEST = 2 << 20
 MOST = 5000
-"""Largest number of files that are described; so many fit into one message of a peer store."""
+"""Greatest number of files in a description, which must fit into one message of a peer store."""
 VERSION = str(vars(sys.modules["recover_megatron"])["__version__"])
-"""Version of this package, as it was loaded."""
+"""Version of this package that the process has loaded."""
 PACKAGE = "package "
 FLAG = "code"
-"""Name that stands for the program in ``--recover-may-differ``."""
+"""Name in ``--recover-may-differ`` that allows another program."""
 
 
 def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return module -> digest of its source, and ``PACKAGE`` + name of a package -> its version.  Raises nothing."""
+    """Return module's name -> digest of its source, and ``PACKAGE`` + package's name -> its version.
+
+    ``modules``: default ``sys.modules``.  Raises no error.
+    """
     loaded = dict(sys.modules if modules is None else modules)
-    # Without the build suffix: Megatron puts the git revision of the working directory there.
+    # Versions without the build suffix, where Megatron puts the git revision of the working directory.
     versions = {}
     for name in NOTED:
         with suppress(Exception):
@@ -56,7 +60,10 @@ def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
 
 
 def differences(own_code: Mapping[str, str], run_code: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return why a worker with ``own_code`` is refused by a run with ``run_code``, and differences that only warn."""
+    """Return why a run with ``run_code`` refuses a worker with ``own_code``, and differences that only cause a warning.
+
+    Both results are lists of texts; both arguments are results of ``describe``.
+    """
     refuses, warns = [], []
     for name in sorted(own_code.keys() & run_code.keys()):
         own, run = own_code[name], run_code[name]
@@ -93,14 +100,17 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
         with suppress(OSError, ValueError):
             if os.path.getsize(path) <= LARGEST:
                 text = Path(path).read_bytes()
-                if name == "__main__" and text.startswith(b"#!"):  # this line has an environment's path if pip wrote it
+                if name == "__main__" and text.startswith(b"#!"):  # pip writes a host's path into this line
                     text = text.partition(b"\n")[2]
                 found[_name(name, path)] = hashlib.blake2b(text, digest_size=8).hexdigest()
     return found
 
 
 def _path(module: Any) -> str:
-    """Return the path of a module's source.  Reads only ``__dict__``: attribute access makes some import others."""
+    """Return the path of a module's file; empty: it has none.
+
+    Reads only ``__dict__``, because attribute access makes some modules import other modules.
+    """
     path = getattr(module, "__dict__", {}).get("__file__")
     return os.path.abspath(path) if isinstance(path, str) else ""
 

@@ -1,4 +1,4 @@
-"""Rules that refuse parsed Megatron arguments: composable conditions, and the reasons of the rules that apply.
+"""Rules that refuse combinations of Megatron arguments: a rule is a condition and a reason for the user.
 
 The lists of rules are ``hostdevice.flags`` and ``megatron_hooks.entry.refused``.  Imports neither torch nor Megatron.
 """
@@ -14,14 +14,17 @@ Condition = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """Refusal of arguments: ``reason`` applies if ``when(args)``, and may name an argument ("{args.seed}")."""
+    """Rule that refuses Megatron's arguments if ``when(args)`` is true.
+
+    ``reason``: text for the user, which may contain values of arguments ("{args.seed}").
+    """
 
     reason: str
     when: Condition
 
 
 def is_set(*names: str) -> Condition:
-    """Return a condition: any of the attributes is set; an attribute that this Megatron lacks counts as not set."""
+    """Return the condition that any of these arguments is set; an argument that this Megatron lacks is not set."""
     return lambda args: any(getattr(args, name, None) for name in names)
 
 
@@ -38,7 +41,7 @@ def is_above_one(name: str) -> Condition:
 
 
 def has_layers(kinds: str) -> Condition:
-    """Return a condition: a hybrid model has layers of any of these kinds."""
+    """Return the condition that a hybrid model has a layer of one of these kinds; ``kinds``: a letter for each kind."""
 
     def when(args: Any) -> bool:
         pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
@@ -61,11 +64,11 @@ def has_cuda_graphs(args: Any) -> bool:
 
 
 BF16, SCALED = ("bf16", "bfloat16"), ("fp16", "float16", "fp8", "uint8")
-"""Types of the precision-aware optimizer, by the names of Megatron's flags and of torch."""
+"""Data types of the precision-aware optimizer's state: both the names in Megatron's flags and the names in torch."""
 
 
 def keeps(*types: str) -> Condition:
-    """Return a condition: the precision-aware optimizer is used, and keeps some state in one of ``types``."""
+    """Return the condition that the precision-aware optimizer is used and keeps some state in one of ``types``."""
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     aware = is_set("use_precision_aware_optimizer")
     return lambda args: (
@@ -74,5 +77,5 @@ def keeps(*types: str) -> Condition:
 
 
 def reasons(rules: Iterable[Rule], args: Any) -> list[str]:
-    """Return the reasons that apply to Megatron's arguments, in the rules' order."""
+    """Return the reasons of the rules that refuse the arguments ``args``, in the order of the rules."""
     return [rule.reason.format(args=args) for rule in rules if rule.when(args)]

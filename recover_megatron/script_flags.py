@@ -1,11 +1,11 @@
-"""Flags of the training script, which must be the same for all workers of a run.
+"""Comparison of the training script's flags, which must be the same for all workers of a run.
 
-If a worker joined with another learning rate or batch size, it would silently corrupt the training.  So the flags are
-compared: by the launchers of several nodes before any of them starts a worker (`launch.nodes.guest`), and by the
-workers at every rendezvous (`instep.meeting.planner`).
+A worker with another learning rate or batch size would silently corrupt the training.  So the launchers compare the
+flags before they start workers (`launch.nodes.guest`), and the workers compare them at every rendezvous
+(`instep.meeting.planner`).
 
-Flags that may differ from worker to worker are left out: see ``OWN`` and ``--recover-may-differ``.  If a value contains
-a slash, only the part behind the last slash counts (another host may have the data in another folder).  Numbers are
+Flags that may differ between workers are left out: see ``OWN`` and ``--recover-may-differ``.  Of a value with a slash,
+only the part after the last slash is compared, because hosts may have the data in different folders.  Numbers are
 compared as numbers.
 """
 
@@ -25,19 +25,19 @@ OWN = frozenset(
         "recover-may-differ",
     )
 )  # fmt: skip
-"""Flags that concern one worker only, or that only the coordinator uses."""
+"""Flags that may differ between workers, because they affect only one worker, or only the coordinator uses them."""
 OWN_KINDS = ("--tensorboard-", "--wandb-", "--one-logger-", "--timing-log-")
-"""Beginnings of further flags that may differ: they set which worker writes logs, and where."""
+"""Prefixes of further flags that may differ between workers; they set which worker writes logs, and where."""
 MOST_NAMED = 10
 LONGEST = 60
-"""Largest number of characters of a value that a message shows."""
+"""Greatest number of characters of a flag's value in a message."""
 
 
 def flags_of(argv: Sequence[str], may_differ: Collection[str] = ()) -> dict[str, str]:
     """Return flag -> its values joined to one text, for all flags that must be the same on all workers.
 
-    ``argv``: without the program's name.  ``may_differ``: flags to leave out, with or without their dashes.  Words
-    before the first flag are the values of ``""``.  A flag that is given more than once has all its values.
+    ``argv``: command line without the program's name.  ``may_differ``: flags to leave out, with or without dashes.  The
+    key "" has the words before the first flag.  A flag that is given several times has the values of all occurrences.
     """
     found: dict[str, list[str]] = {}
     flag = ""
@@ -62,12 +62,15 @@ def digest(flags: Mapping[str, str]) -> str:
 
 
 def codes(flags: Mapping[str, str]) -> dict[str, str]:
-    """Return flag -> digest of its values, which may be sent where others can read it."""
+    """Return flag -> digest of its values; used where other users could read the values themselves."""
     return {flag: _hash(f"{flag} {value}") for flag, value in flags.items()}
 
 
 def differences(own_flags: Mapping[str, str], run_flags: Mapping[str, str], *, shown: bool = True) -> list[str]:
-    """Return the differences in words, with the values if ``shown``."""
+    """Return one text for each flag whose values differ between ``own_flags`` (this worker's) and ``run_flags``.
+
+    ``shown``: include the values in the texts.
+    """
     found = []
     for flag in sorted({*own_flags, *run_flags}):
         own, run = own_flags.get(flag), run_flags.get(flag)
@@ -84,7 +87,7 @@ def differences(own_flags: Mapping[str, str], run_flags: Mapping[str, str], *, s
 
 
 def listed(found: Sequence[str]) -> str:
-    """Return the first ``MOST_NAMED`` differences, for a message."""
+    """Return the first ``MOST_NAMED`` texts of ``found``, joined, and the number of further texts."""
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more
 

@@ -1,8 +1,8 @@
-"""Environment variables of this package, and variables of torch, gloo, NCCL and Python that would affect recovery.
+"""Environment variables of this package, and variables of torch, gloo, NCCL and Python that affect recovery.
 
-``TABLE`` defines what happens to a user's value of a variable of torch, gloo, NCCL or Python (docs/operations.md shows
-it).  The launcher applies the table to the environment of its workers, and a worker with --recover applies it to its
-own environment, whichever launcher started it.
+``TABLE`` defines how recovery treats the variables of torch, gloo, NCCL and Python that a user has set
+(docs/operations.md).  The launcher applies the table to the environment of its workers.  A worker with --recover
+applies the table to its environment again, since another launcher may have started it.
 """
 
 from __future__ import annotations
@@ -12,105 +12,106 @@ from dataclasses import dataclass
 from enum import Enum
 
 LOG_DIR_VARIABLE = "RECOVER_LOG_DIR"
-"""Default of ``--recover-log-dir``: recover-run's ``--log-dir``."""
+"""Default of ``--recover-log-dir``; recover-run sets it to its ``--log-dir``."""
 COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
-"""Default of ``--recover-coordinator``: recover-run's candidates."""
+"""Default of ``--recover-coordinator``; recover-run sets it to the addresses of the candidates."""
 SECRET_VARIABLE = "RECOVER_SECRET"
 SECRET_FILE_VARIABLE = "RECOVER_SECRET_FILE"
 NODE_VARIABLE = "RECOVER_NODE_AGENT"
-"""Name of the node agent (launcher) of this worker's node; not set: there is no node agent."""
+"""Name of the node agent, that is the launcher, of this worker's node; not set: the node has no node agent."""
 NODE_NAME_VARIABLE = "RECOVER_NODE_NAME"
-"""Name of this worker's node: workers with the same name are on the same host."""
+"""Name of this worker's node; the same for all workers on a host."""
 HOST_VARIABLE = "RECOVER_HOST"
-"""Address at which other nodes reach this worker's node; not set: there are no other nodes."""
+"""Address at which other nodes reach this worker's node; not set: the run has one node."""
 WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
-"""Worker id; not set: the worker id is the rank."""
+"""Id of this worker; not set: the rank is the worker id."""
 JOIN_VARIABLE = "RECOVER_JOIN"
 """1: this worker is a newcomer, not a worker of the launch."""
 SPARE_VARIABLE = "RECOVER_SPARE"
-"""1: this newcomer was started with the run as a spare."""
+"""1: this newcomer is a spare that was started at launch."""
 REPLACED_VARIABLE = "RECOVER_REPLACED"
-"""Set if lost workers may be replaced."""
+"""Set to any value if the launcher may start replacements for lost workers."""
 LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
-"""Mark that all processes started by a launcher have in their environment."""
+"""Id of the launch; identifies all processes that a launcher and its workers have started."""
 LINES_VARIABLE = "RECOVER_LOG_LINES"
-"""Line format (``logger.LineFormat``) and node of a process that inherited its launcher's stderr."""
+"""Format of log lines (``logger.LineFormat``) and the node's name, for a process with the same stderr as its launcher.
+"""
 DEATH_NOTICE_VARIABLE = "RECOVER_DEATH_NOTICE"
-"""Name and path of the page that shows a worker's death to its launcher at once (``network/death_notice.py``)."""
+"""Name and path of the memory page that shows a worker's death to its launcher (``network/death_notice.py``)."""
 ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
 """Number of earlier attempts to start the run; only the launcher reads it."""
 WITHOUT_VARIABLE = "RECOVER_START_WITHOUT"
-"""Nodes that this attempt to start leaves out; only the launcher reads it."""
+"""Nodes that the launcher leaves out in this attempt to start the run; only the launcher reads it."""
 FIRST_START_VARIABLE = "RECOVER_FIRST_START"
-"""Unix time, in seconds, at which the launcher started its first worker; set only if the start was repeated."""
+"""Unix time, in seconds, at which the launcher first started a worker; set only in later attempts to start the run."""
 NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
-"""Variable of torch; 0: the backend "nccl" is ProcessGroupNCCL; else, from torch 2.15 on, ProcessGroupNCCL2."""
+"""Variable of torch.  With 0 the backend "nccl" is ProcessGroupNCCL; otherwise, since torch 2.15, ProcessGroupNCCL2."""
 
 
 class Rule(Enum):
-    """Treatment of a value in the environment of a run."""
+    """Treatment of an environment variable that a user has set."""
 
     OVERRULED = "overruled"
-    """The value is replaced or removed, with a log line."""
+    """The user's value is replaced or removed, and a log line reports that."""
     REFUSED = "refused"
-    """The run is refused: no worker is started."""
+    """The run does not start, and the user gets an error."""
     DEFAULT = "kept; else set"
-    """A user's value is kept; if there is none, a value is set."""
+    """The user's value is kept.  If the user has set none, recovery sets a value."""
     KEPT = "kept"
 
 
 @dataclass(frozen=True)
 class Variable:
-    """Variables with the same treatment."""
+    """Environment variables that recovery treats in the same way."""
 
     names: tuple[str, ...]
     rule: Rule
     why: str
-    """Reason for the user: what recovery needs, or what the value would do."""
+    """Reason for the treatment, as text for the user."""
     value: str | None = None
-    """Value that is set; None: the variable is removed or, with ``DEFAULT``, the value depends on the run."""
+    """Value that recovery sets; None: it removes the variable or, with ``DEFAULT``, computes a value for the run."""
     fine: tuple[str, ...] = ("", "0")
-    """Values, in capitals, to which the rule does not apply."""
+    """Values, in upper case, that recovery leaves unchanged."""
 
 
 TABLE = (
     Variable(
         ("TORCH_GLOO_LAZY_INIT",),
         Rule.OVERRULED,
-        "gloo would connect in a group's first operation, but recovery must find the connections when the group is "
-        "created, to be able to abort it",
+        "gloo would open a group's connections only in its first operation; to abort a group, recovery must find its "
+        "connections when it is created",
     ),
     Variable(
         ("TORCH_DISTRIBUTED_DEBUG",),
         Rule.OVERRULED,
-        "with DETAIL all members first compare each operation over another group, which cannot be aborted",
+        "with DETAIL torch checks each operation over another group, which recovery cannot abort",
         "INFO",
         ("", "OFF", "INFO"),
     ),
     Variable(
         ("GLOO_DEVICE_TRANSPORT",),
         Rule.REFUSED,
-        "only gloo's connections over plain TCP can be aborted: unset it, or train without --recover",
+        "recovery can abort only plain TCP connections of gloo: unset the variable, or train without --recover",
         fine=("", "TCP"),
     ),
     Variable(
         ("TORCH_DISTRIBUTED_USE_TORCHCOMMS",),
         Rule.REFUSED,
-        "the first groups would use torchcomms, but --recover aborts and creates ProcessGroups of torch: unset it, or "
-        "train without --recover",
+        "the first groups would use torchcomms, but --recover can abort and create only torch's ProcessGroups: unset "
+        "the variable, or train without --recover",
     ),
     Variable(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING"),
         Rule.OVERRULED,
-        "the host would block in torch in each collective inside a replica and could receive no plan; the last two are "
-        "old names, which torch reads as well",
+        "the worker would block in each collective inside a replica, and could not receive a plan; the last two are "
+        "old names, which torch still reads",
         fine=("",),
     ),
     Variable(
         ("NCCL_COMM_BLOCKING", "NCCL_COMM_ID"),
         Rule.OVERRULED,
-        "a communicator whose calls block cannot be aborted during its initialization; with one address for all "
-        "communicators only one can be created",
+        "a communicator with blocking calls cannot be aborted during its initialization; with a fixed NCCL_COMM_ID "
+        "only one communicator can be created",
         fine=("",),
     ),
     Variable(
@@ -122,8 +123,8 @@ TABLE = (
             "TORCH_FR_BUFFER_SIZE",
         ),
         Rule.DEFAULT,
-        "torch's watchdog would terminate or block a worker that recovery brings back; the worker sets these on GPUs "
-        "only, and warns about a contrary value",
+        "torch's watchdog would terminate or block a worker during recovery; a worker sets these variables on GPUs "
+        "only, and warns about another value",
     ),
     Variable(
         (NCCL2_VARIABLE,),
@@ -142,7 +143,7 @@ TABLE = (
     Variable(
         ("PYTHONINSPECT",),
         Rule.OVERRULED,
-        "Python would replace a worker's exit code, by which recovery knows how the worker ended",
+        "Python would replace a worker's exit code, but recovery needs the code to know how the worker ended",
         fine=("",),
     ),
     Variable(
@@ -158,13 +159,13 @@ TABLE = (
     Variable(
         ("NCCL_DEBUG", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "TORCH_NCCL_USE_COMM_NONBLOCKING"),
         Rule.KEPT,
-        "gpu.md says what to try with them",
+        "recovery does not depend on them; docs/gpu.md lists problems in which they help",
     ),
 )
 
 
 def overrule(environ: MutableMapping[str, str]) -> list[str]:
-    """Replace the values in ``environ`` that recovery cannot work with; return one log line for each."""
+    """Replace or remove the values in ``environ`` with which recovery cannot work; return a log line for each."""
     lines = []
     for variable, name, value in _against(environ, Rule.OVERRULED):
         if variable.value is None:
@@ -177,7 +178,7 @@ def overrule(environ: MutableMapping[str, str]) -> list[str]:
 
 
 def refusals(environ: Mapping[str, str]) -> list[str]:
-    """Return the reasons why no worker can be started in ``environ``."""
+    """Return the reasons why no worker can be started with the variables in ``environ``; empty: it can."""
     return [f"{name}={value}: {variable.why}" for variable, name, value in _against(environ, Rule.REFUSED)]
 
 

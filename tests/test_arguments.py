@@ -234,14 +234,14 @@ def test_other_values_stand_without_a_word() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("GLOO_DEVICE_TRANSPORT", "TCP_TLS", "only gloo's connections over plain TCP can be aborted"),
+        ("GLOO_DEVICE_TRANSPORT", "TCP_TLS", "recovery can abort only plain TCP connections of gloo"),
         ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "the first groups would use torchcomms"),
     ],
 )
 def test_groups_that_cannot_be_aborted_are_refused(name: str, value: str, why: str) -> None:
     (reason,) = variables.refusals({name: value})
     assert reason.startswith(f"{name}={value}: {why}")
-    assert reason.endswith(": unset it, or train without --recover")
+    assert reason.endswith(": unset the variable, or train without --recover")
 
 
 def test_each_variable_has_one_row_and_those_that_workers_set_for_nccl_have_theirs() -> None:

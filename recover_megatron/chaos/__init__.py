@@ -1,10 +1,10 @@
-"""Fault injection: deaths and hangs on demand, to check that a run survives them.  Standard library only.
+"""Fault injection: kills and hangs of workers, to check that a run survives them.  Standard library only.
 
-A worker injects a fault into itself at an exact place in the step, for tests and for trying one fault::
+A worker can inject a fault into itself at an exact place in the step::
 
     --recover-inject 5@7:backward:kill
 
-A separate process sends signals to workers at random times, for soak tests::
+For soak tests, a separate process can send signals to workers at random times::
 
     python -m recover_megatron.chaos --log-dir DIR --mtbf 60 --seed 1
 """

@@ -1,14 +1,15 @@
 """``python -m recover_megatron.chaos``: kill random workers of a running recover-run job, at random times.
 
-The times between strikes are exponentially distributed; their mean is the mean time between failures of the complete
-job.  The seed determines the times, the victims (as random numbers in [0, 1)) and the kinds of all strikes, so two runs
-with the same live workers at the same times receive the same strikes.  Only workers of this host are struck.
+A *strike* is a signal that kills or stops a worker.  The times between strikes are exponentially distributed; their
+mean is ``--mtbf``.  The seed determines the times, the victims (as random numbers in [0, 1)) and the kinds of all
+strikes, so two runs with the same live workers at the same times receive the same strikes.  Only workers of this host
+are struck.
 
-workers.json (docs/operations.md) lists pids, and the kernel may reuse the pid of a worker that has ended.  So a process
-is struck only if it is certainly the worker: its start time must equal the one in workers.json, and it must lead a
-session, as every worker does.  Signals are sent through a pidfd, which never refers to another process.
+workers.json (docs/operations.md) lists pids, but the kernel may reuse the pid of a worker that has ended.  So a process
+is struck only if its start time equals the start time in workers.json, and it leads a session, as every worker does.
+Signals are sent through a pidfd, which never refers to another process.
 
-Exit status: 0 if the run has ended; 1 if there was no live worker; 2 for a mistake in the command or the folder.
+Exit status: 0 if the run has ended; 1 if no worker was live; 2 if the command is wrong or workers.json is unreadable.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from recover_megatron.run_log.events import CHAOS_FILE, EventsFile
 WORKERS_FILE = "workers.json"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LOOK_AGAIN = 0.5
-"""Seconds between two reads of workers.json; the end of a worker is noticed at once, through its pidfd."""
+"""Seconds between two reads of workers.json, if no worker ends; the end of a worker is noticed through its pidfd."""
 _START_TOLERANCE = 2.0
-"""Allowed difference, in seconds, between a worker's start times as noted by the kernel and by the launcher; the clock
-may be adjusted meanwhile."""
+"""Allowed difference, in seconds, between a worker's start time in the kernel and in workers.json: the host's clock may
+have been adjusted."""
 _LIVE = ("starting", "running")
 
 
 class NoWorkers(Exception):
-    """Error for a workers.json that cannot be read or is not a valid list of workers; its text is for the user."""
+    """Error for a workers.json that cannot be read or is not a valid list of workers."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,11 @@ class Victims:
     log_dir: Path
     host: str = field(default_factory=socket.gethostname)
     expected: bool = False
-    """True if, at the last call of ``live``, a worker had not been started yet."""
+    """True if, at the last call of ``live``, workers.json listed a worker that was still starting."""
     _held: dict[int, Held] = field(default_factory=dict)
 
     def live(self) -> dict[int, Held]:
-        """Return all live workers by worker id.  Raises NoWorkers if workers.json cannot be read or is not valid."""
+        """Return worker id -> live worker.  Raises NoWorkers if workers.json cannot be read or is not valid."""
         entries = self._entries()
         self.expected = any(entry.get("state") == "starting" for entry in entries)
         for worker in [worker for worker, held in self._held.items() if not held.alive()]:
@@ -91,7 +92,7 @@ class Victims:
         return dict(self._held)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for ``seconds``, or until a worker that the last ``live`` returned ends."""
+        """Sleep for ``seconds``, or until one of the workers returned by the last call of ``live`` ends."""
         poll = select.poll()
         for held in self._held.values():
             poll.register(held.pidfd, select.POLLIN)
@@ -114,9 +115,9 @@ class Victims:
 
 
 def hold(pid: int, started: float) -> int | None:
-    """Return a pidfd of the worker that had ``pid`` at the time ``started`` (unix seconds); None if it has ended.
+    """Return a pidfd of the worker that was started at ``started`` (unix seconds) with ``pid``; None: it has ended.
 
-    The pidfd is opened before the process is checked, so a pid that is reused in between cannot pass the check.
+    Opens the pidfd before it checks the process, so the checked process cannot be a later one with the same pid.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -145,23 +146,24 @@ def _session_and_start(pid: int) -> tuple[int, float] | None:
 
 
 class Draw(NamedTuple):
-    """Random draw of one strike, which does not depend on the live workers."""
+    """Random values of one strike; they do not depend on the live workers."""
 
     after: float
-    """Seconds from the previous strike to this one (to the first strike: from the start)."""
+    """Seconds between the previous strike, or the start, and this strike."""
     lot: float
-    """Number in [0, 1) that selects one of the live workers."""
+    """Random number in [0, 1) that selects one of the live workers."""
     kind: str
 
     def victim(self, candidates: Sequence[int]) -> int:
-        """Return the worker that the lot selects from ``candidates``, which is not empty, in any order."""
+        """Return the worker that ``lot`` selects from ``candidates``, a non-empty list in any order."""
         return sorted(candidates)[int(self.lot * len(candidates))]
 
 
 def draws(seed: int, mtbf: float, kinds: Sequence[str]) -> Iterator[Draw]:
-    """Yield the endless sequence of draws for ``seed``; the times between strikes are exponential with mean ``mtbf``.
+    """Yield draws without end, as determined by ``seed``.
 
-    Each draw consumes three random numbers, so the n-th draw does not depend on what happened before.
+    ``mtbf``: mean of the exponentially distributed seconds between strikes.  Each draw consumes three random numbers,
+    so the n-th draw depends only on the arguments.
     """
     source = random.Random(seed)
     while True:
@@ -175,7 +177,7 @@ class Chaos:
         self._file = EventsFile(log_dir / CHAOS_FILE)
         self._max_kills = max_kills
         self._keep = keep
-        self._struck: set[int] = set()  # pids of workers killed or stopped: no worker is struck twice
+        self._struck: set[int] = set()  # pids of struck workers: no worker is struck twice
         self.strikes = 0
 
     def wait_for_workers(self, seconds: float) -> bool:
@@ -183,7 +185,10 @@ class Chaos:
         return not self._wait_while(lambda: not self._victims.live(), time.monotonic() + seconds)
 
     def run(self, kinds: Sequence[str], seed: int, mtbf: float) -> None:
-        """Strike until the run has ended, that is, until no worker is live or about to start.  Raises NoWorkers."""
+        """Strike until the run has ended, that is, until no worker on this host is live or starting.
+
+        Raises NoWorkers if workers.json becomes unreadable.
+        """
         due = time.monotonic()
         for number, draw in enumerate(draws(seed, mtbf, kinds), 1):
             due += draw.after
@@ -194,7 +199,7 @@ class Chaos:
             self._inject(number, draw)
 
     def _wait_while(self, condition: Callable[[], bool], due: float) -> bool:
-        """Wait until the monotonic time ``due``; return False if ``condition`` became false before."""
+        """Wait until the monotonic time ``due``; return False as soon as ``condition`` is false."""
         while condition():
             left = due - time.monotonic()
             if left <= 0:
@@ -234,13 +239,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the run's --log-dir")
     parser.add_argument(
-        "--mtbf", type=float, required=True, metavar="SECONDS", help="mean time between two strikes, in all of the job"
+        "--mtbf", type=float, required=True, metavar="SECONDS", help="mean time between two strikes on this host"
     )
     parser.add_argument("--seed", type=int, required=True, metavar="S", help="seed of the sequence of strikes")
     parser.add_argument("--kinds", default="kill", metavar="LIST", help="kill, stop, or both with a comma (kill)")
     parser.add_argument("--max-kills", type=int, metavar="N", help="strike no more than N times (default: no limit)")
-    parser.add_argument("--keep", type=int, default=1, metavar="N", help="spare at least N workers of this host (1)")
-    parser.add_argument("--wait", type=float, default=60, metavar="SECONDS", help="wait for a first live worker (60)")
+    parser.add_argument("--keep", type=int, default=1, metavar="N", help="keep at least N workers of this host (1)")
+    parser.add_argument("--wait", type=float, default=60, metavar="SECONDS", help="wait for the first live worker (60)")
     args = parser.parse_args(argv)
     args.kinds = args.kinds.split(",")
     if not (args.mtbf > 0 and math.isfinite(args.mtbf)):

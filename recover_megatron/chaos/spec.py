@@ -1,7 +1,7 @@
-"""Faults at named places of a step, injected from inside the worker: ``WORKER@ITERATION:PHASE[#VISIT][:KIND]``, ...
+"""Faults that a worker injects into itself at a named phase of a step: ``WORKER@ITERATION:PHASE[#VISIT][:KIND]``, ...
 
-5@7:backward                 worker 5 is killed in its first backward of iteration 7
-5@7:forward#2:stop,0@9:agree  worker 5 hangs in its second forward; worker 0 dies in iteration 9
+5@7:backward                  worker 5 is killed in its first backward of iteration 7
+5@7:forward#2:stop,0@9:agree  worker 5 hangs in its second forward of iteration 7; worker 0 is killed in iteration 9
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ PHASES = (
     "rollback",
     "snapshot",
 )
-"""Places where a fault can strike: those of an iteration in its order, then places that occur only at certain events.
+"""Phases in which a fault can strike: first the phases of every iteration, in order; then phases of rare events.
 
-recovery   anywhere while a step is being finished after a loss
-regroup    a worker takes a place: its groups have been created (visit 1), it has received its state (visit 2)
-transfer   a worker begins to send its state to another worker
-rollback   a checkpoint is loaded in place: before (visit 1), after (visit 2); ITERATION is the one that follows it
+recovery   at any place while the survivors finish a step after a loss
+regroup    a worker gets a place: its process groups exist (visit 1); it has received its state (visit 2).  ITERATION is
+           the first iteration of the new replica
+transfer   a worker begins to send its state to another worker, in the first iteration of the new replica
+rollback   before a checkpoint is loaded in place (visit 1), and after (visit 2).  ITERATION is the first iteration
+           after the checkpoint
 snapshot   a snapshot for the memory tier is copied but not yet sent (visit 1); this worker has received all copies that
            it must hold (visit 2)
 
 With the distributed optimizer:
 
-shadow       a finished sum has been stored on this worker (visited in all-gather, too)
+shadow       this worker has stored a finished sum that another worker sent (visited together with all-gather)
 norm         before the gradient norms are exchanged
 update       before the parameters and the optimizer's state are updated (visit 1), and after (visit 2)
-param-gather updated parameters arrived
-repartition  before state moves between workers (visit 1), after it has moved (visit 2)
-
-A worker takes a place, and receives its state, in the first iteration of the new replica.
+param-gather updated parameters have arrived
+repartition  before workers exchange optimizer state (visit 1), and after (visit 2)
 """
 
 _SHAPE = re.compile(r"(\d+)@(\d+):([^:#@]+)(?:#(\d+))?(?::([^:#@]+))?", re.ASCII)
@@ -65,20 +65,20 @@ class Kind(enum.StrEnum):
     """Effect of a fault on the worker."""
 
     KILL = "kill"
-    """SIGKILL."""
+    """SIGKILL to the worker."""
     STOP = "stop"
-    """SIGSTOP: the worker hangs, its sockets stay open."""
+    """SIGSTOP to the worker: it hangs, but its sockets stay open."""
     RAISE = "raise"
-    """An exception in the worker."""
+    """InjectedFault, an exception, is raised in the worker."""
     EXIT = "exit"
-    """sys.exit(1)."""
+    """sys.exit(1) in the worker."""
     DEVICE = "device"
-    """A failed assertion in a CUDA kernel, which makes the worker's device unusable; without a device, an exception."""
+    """A failed assertion in a CUDA kernel makes the worker's device unusable; without a device: as for RAISE."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault: ``kind`` strikes ``worker`` at its ``visit``-th visit of ``phase`` in ``iteration``."""
+    """Fault of one worker: it has the effect ``kind`` at the ``visit``-th visit of ``phase`` in ``iteration``."""
 
     worker: int
     iteration: int
@@ -86,7 +86,7 @@ class Fault:
     phase: str
     kind: Kind = Kind.KILL
     visit: int = 1
-    """Counted from 1: a phase may be visited several times in an iteration (forward: once per microbatch)."""
+    """Counted from 1.  A worker may visit a phase several times in an iteration, for example forward per microbatch."""
 
     def __str__(self) -> str:
         visit = f"#{self.visit}" if self.visit > 1 else ""
@@ -94,13 +94,13 @@ class Fault:
 
 
 class BadSpec(UserError, ValueError):
-    """Error for an invalid specification; ``reasons`` names all mistakes."""
+    """Error for an invalid specification of faults; ``reasons`` lists all mistakes."""
 
 
 def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
-    """Return the faults in the order of ``text``.  Raises BadSpec (a ValueError) with all reasons.
+    """Return the faults in ``text``, in its order.  Raises BadSpec (a ValueError) with all mistakes.
 
-    ``workers``: number of workers; None: not known, so worker ids are not checked.
+    ``workers``: number of workers, to check the worker ids; None: worker ids are not checked.
     """
     faults: list[Fault] = []
     reasons: list[str] = []
@@ -123,7 +123,7 @@ def _place(fault: Fault) -> tuple[int, int, str, int]:
 
 
 def _parse_fault(item: str, workers: int | None) -> tuple[Fault | None, list[str]]:
-    """Return the fault of one item, or None and its mistakes."""
+    """Return the fault that ``item`` specifies and no mistakes; or None and the mistakes, as texts."""
     match = _SHAPE.fullmatch(item)
     if match is None:
         return None, [f"{item!r}: not of the form WORKER@ITERATION:PHASE[#VISIT][:KIND], like 5@7:backward:kill"]
@@ -156,10 +156,10 @@ class InjectedExit(SystemExit):
 
 
 class Injector:
-    """Injects the faults of one worker.  Call ``at`` at every visit of a phase."""
+    """Injector of the faults of one worker.  Call ``at`` at every visit of a phase."""
 
     def __init__(self, faults: Iterable[Fault], worker: int, break_device: Callable[[], None] | None = None) -> None:
-        """Keep the faults of ``worker``.  ``break_device`` makes its CUDA device unusable; None: it has no device."""
+        """Select the faults of ``worker``.  ``break_device`` makes its CUDA device unusable; None: it has no device."""
         self._waiting: dict[tuple[str, int], dict[int, Fault]] = {}
         for fault in faults:
             if fault.worker == worker:
@@ -168,14 +168,14 @@ class Injector:
         self._break_device = break_device
         self._lock = threading.Lock()  # a phase may be visited by several threads (several buckets in flight)
         self.active = bool(self._waiting)
-        """True if a planned fault of this worker has not struck yet; if False, ``at`` need not be called."""
+        """True if a fault of this worker has not struck yet.  If false, calls of ``at`` have no effect."""
 
     def at(self, phase: str, iteration: int) -> None:
-        """Strike if a fault is planned for this visit of ``phase`` in ``iteration`` (counted from 1).
+        """Count a visit of ``phase`` in ``iteration`` (counted from 1); inject the fault of this visit, if any.
 
-        After a ``kill`` it does not return; after a ``stop`` it returns once the process receives SIGCONT.  It raises
-        InjectedFault for ``raise`` and SystemExit for ``exit``, in the calling thread.  After ``device`` it returns,
-        and the next CUDA call fails; if this worker has no device, it raises InjectedFault.
+        ``kill`` does not return.  ``stop`` returns when the process receives SIGCONT.  ``raise`` raises InjectedFault,
+        ``exit`` raises SystemExit, both in the calling thread.  ``device`` returns, and the next CUDA call fails; if
+        this worker has no device, it raises InjectedFault.
         """
         if not self.active or (phase, iteration) not in self._waiting:
             return
@@ -187,7 +187,7 @@ class Injector:
         with self._lock:
             place = phase, iteration
             if place not in self._waiting:
-                return None  # another thread has injected the last fault of this place
+                return None  # another thread has injected the last fault of this phase
             self._visits[place] += 1
             fault = self._waiting[place].pop(self._visits[place], None)
             if not self._waiting[place]:

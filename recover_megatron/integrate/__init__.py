@@ -1,15 +1,16 @@
-"""Versioned interface between recovery and a training loop on megatron.core: what a loop must offer.
+"""Versioned interface between recovery and a training loop on megatron.core.
 
-    Loop     the seams of one training loop, its services for recovery, and its interface version
-    ROLES    for each seam: when the loop calls it, with which arguments, its result
-    Seam     a function of the loop, by module, name and parameters, checked before anything is wrapped
+    Loop     description of a training loop: its seams, its services for recovery, and its interface version
+    ROLES    the roles that a loop's functions fill: parameters, time of the call, and result
+    Seam     a function of the loop, by module, name and parameters, checked before any function is wrapped
 
-Each role is one function of the loop.  Its wrapper is called in place of the loop's function, with the role's
-``parameters`` first, by position or by name, and any further arguments of the loop; it calls the loop's function with
-the same arguments, and returns its result.  ``Seam.adapt`` translates for a function with other arguments.
+Recovery replaces each function that fills a role by a wrapper.  The loop calls the wrapper with the role's
+``parameters`` first, by position or by name, and then any further arguments.  The wrapper calls the loop's function
+with the same arguments, and returns a result of the same kind.  If a function has other parameters than its role,
+``Seam.adapt`` converts the wrapper.
 
-The loops that come with this package are Megatron-LM's (``megatron_hooks.loop.megatron_lm``) and Megatron-Bridge's
-(``megatron_hooks.loop.bridge``).  docs/integrate.md describes how to write another one, and the guarantees.
+This package describes two loops: Megatron-LM's (``megatron_hooks.loop.megatron_lm``) and Megatron-Bridge's
+(``megatron_hooks.loop.bridge``).  docs/integrate.md explains how to describe another loop, and what is guaranteed.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ __all__ = ["INTERFACE", "ROLES", "Loop", "Role", "Seam", "Services", "Wrapper", 
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
-"""Maps a function to its replacement."""
+"""Function that receives a function of the loop and returns its replacement."""
 
 
 def misfit(owner: Any, name: str, parameters: Sequence[str], *, named: Sequence[str] = ()) -> str | None:
-    """Return why ``owner.name`` does not have the expected signature, as text; None if the signature fits.
+    """Return why the function ``owner.name`` does not have the expected parameters, as text; None if it has them.
 
-    ``parameters``: the names with which its parameter list must begin, in order; ``named``: further parameters that the
-    list must contain at any place.  More parameters, as a later version may have, are no misfit.
+    ``parameters``: the names with which its parameter list must begin, in order; ``named``: names that the list must
+    contain at any place.  Additional parameters, as in a later version, are accepted.
     """
     where = f"{getattr(owner, '__name__', owner)}.{name}"
     original = getattr(owner, name, None)
@@ -44,7 +45,7 @@ def misfit(owner: Any, name: str, parameters: Sequence[str], *, named: Sequence[
 
 
 def unlike(where: str, found: Sequence[str], parameters: Sequence[str], named: Sequence[str]) -> str | None:
-    """Return why a function with the parameters ``found`` does not fit, as ``misfit`` does; ``where``: its name."""
+    """Return why the parameter list ``found`` is not as expected, as ``misfit`` does; ``where``: its name."""
     if tuple(found[: len(parameters)]) != tuple(parameters):
         return f"{where} takes ({', '.join(found)}), expected ({', '.join(parameters)}, ...)"
     if missing := [one for one in named if one not in found]:
@@ -55,8 +56,8 @@ def unlike(where: str, found: Sequence[str], parameters: Sequence[str], named: S
 def wrap(owner: Any, name: str, parameters: Sequence[str], wrapper: Wrapper, supported: str) -> Function:
     """Replace ``owner.name`` by ``wrapper(owner.name)`` and return the original.
 
-    Raises UserError, with ``supported`` (the supported versions), if the signature is not the expected one: then the
-    meaning of the function may have changed, and a hook on it would break the invariant silently.
+    Raises UserError if the function does not have the expected ``parameters``: its meaning may have changed, and
+    wrapping it could break the invariant silently.  ``supported``: the supported versions, for the error's text.
     """
     if reason := misfit(owner, name, parameters):
         raise UserError(f"--recover: {reason} ({supported})")
@@ -78,19 +79,19 @@ class Seam:
     named: tuple[str, ...] = ()
     """Further parameters that the function must have, at any place."""
     adapt: Callable[[Wrapper], Wrapper] | None = None
-    """Turns a wrapper of the role into a wrapper of this function, if its arguments differ from the role's."""
+    """Function that converts a wrapper for the role's parameters into one for this function; None: not necessary."""
     optional: bool = False
-    """True if some supported versions lack the function, or its class; nothing is wrapped in such a version."""
+    """True if some supported versions of the loop lack the function or its class; it is then not wrapped."""
     formerly: str = ""
-    """Name of the method's class in older versions; empty if it is unchanged."""
+    """Name that the method's class has in older versions; empty: the same name."""
 
     def owner(self) -> Any:
-        """Import the module. Return it, or for a method the class; None if the module or the class does not exist."""
+        """Import the module; return the module, or for a method its class.  None: module or class does not exist."""
         try:
             found = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
-                raise  # it exists, and one of its own imports is missing
+                raise  # the module exists, but imports a missing module
             return None
         if not self._class:
             return found
@@ -110,7 +111,10 @@ class Seam:
         return (owner := self.owner()) is not None and bool(self._class or getattr(owner, self.name, None))
 
     def misfit(self) -> str | None:
-        """Return why the function does not fit, as text; None if it fits, or is optional and does not exist."""
+        """Return why the function is missing or has unexpected parameters, as text.
+
+        None: it has the expected parameters, or is optional and does not exist.
+        """
         if (owner := self.owner()) is None:
             what = f"{self.module}.{self._class}" if self._class else f"module {self.module}"
             return None if self.optional else f"{what} does not exist"
@@ -119,7 +123,11 @@ class Seam:
         return misfit(owner, self._function, self.parameters, named=self.named)
 
     def wrap(self, wrapper: Wrapper, supported: str) -> None:
-        """Replace the function by ``wrapper``, a wrapper of the role.  Raises UserError as ``wrap`` does."""
+        """Replace the function by its wrapper; do nothing if it is optional and does not exist.
+
+        ``wrapper``: for the role's parameters.  Raises UserError if the function has unexpected parameters;
+        ``supported``: the supported versions, for the error's text.
+        """
         if self.optional and not self.present:
             return
         own = wrapper if self.adapt is None else self.adapt(wrapper)
@@ -128,128 +136,128 @@ class Seam:
 
 @dataclass(frozen=True)
 class Role:
-    """Function of a training loop that recovery wraps."""
+    """Role of a function of a training loop; recovery wraps the functions that fill roles."""
 
     name: str
     parameters: tuple[str, ...]
-    """The first parameters of the wrapper."""
+    """Names of the first parameters of the function."""
     when: str
-    """When the loop calls the function, and the result that the function must return, if any."""
+    """Text for the docs: when the loop calls the function, and what the function returns, if anything."""
     required: bool = True
-    """True if a loop without this role is refused."""
+    """True if recovery refuses a loop without a function for this role."""
 
 
 ROLES = (
     # ---- before the training
-    Role("initialize", (), "once per model that is built: creates torch's default group and all Megatron-Core groups"),
+    Role("initialize", (), "before each build of a model: creates torch's default group and all Megatron-Core groups"),
     Role(
         "loader",
         ("dataset", "consumed_samples"),
-        "for each data set: returns a torch DataLoader with one of Megatron's batch samplers, or None without data. "
-        "The loop gets an iterator of microbatches by number in its place, and hands it to the schedule unread",
+        "for each data set: returns a torch DataLoader with one of Megatron's batch samplers, or None if there is no "
+        "data. Recovery gives the loop an iterator instead, which the loop passes to the schedule without reading it",
     ),
-    Role("endless", (), "makes a loader start again at its end"),
+    Role("endless", (), "repeats the data of a loader without end"),
     # ---- the training
     Role(
         "train",
         ("forward_step_func", "model", "optimizer", "scheduler", "train_data", "valid_data"),
-        "once, around all iterations; again after this worker was out of the training and got a place again. The "
-        "iterations begin after ``args.iteration``, with ``args.num_floating_point_operations_so_far``. If a flag or "
-        "a signal asks for the end, it may call ``sys.exit()`` itself; a call from elsewhere is an error",
+        "once, for all iterations; again if this worker has lost its place and gets another one. The first iteration "
+        "is ``args.iteration`` + 1, the operations so far are ``args.num_floating_point_operations_so_far``. It may "
+        "call ``sys.exit()`` if a flag or a signal asks for the end; any other call of ``sys.exit()`` is an error",
     ),
     Role(
         "train_step",
         ("forward_step_func", "data_iterator", "model", "optimizer"),
-        "once per iteration, around forward, backward, finalize_model_grads and optimizer.step(); returns a tuple of "
-        "losses by name, whether the update was skipped, three values of the loop, and the gradient norm. "
-        "``args.curr_iteration`` iterations are over by then",
+        "once per iteration: runs forward, backward, finalize_model_grads and optimizer.step(); returns a tuple of "
+        "the losses by name, whether the update was skipped, three values of the loop, and the gradient norm. "
+        "``args.curr_iteration`` is the number of iterations before this one",
     ),
     Role(
         "schedule",
         (),
-        "returns Megatron-Core's forward_backward_func; the loop calls that by keywords, in a train_step and in an "
-        "evaluation (``forward_only``), with the launch's number of microbatches",
+        "in a train_step, and in an evaluation with ``forward_only``: returns Megatron-Core's forward_backward_func, "
+        "which the loop calls with keyword arguments and with the number of microbatches at launch",
     ),
     Role(
         "log",
         ("losses", "totals", "learning_rate", "iteration"),
         "after each iteration: adds the losses to the loop's totals, and prints them",
     ),
-    Role("skipped_step", (), "for a skipped iteration: would read its data", required=False),
+    Role("skipped_step", (), "for a skipped iteration: reads the data of the iteration", required=False),
     # ---- outside of steps
     Role("evaluate", ("forward_step_func", "data_iterator", "model"), "a complete evaluation, between two iterations"),
-    Role("evaluations", (), "around ``evaluate``: knows the number of its steps", required=False),
+    Role("evaluations", (), "around ``evaluate``: sets the number of evaluation steps", required=False),
     Role("save", ("iteration",), "writes a checkpoint after ``iteration`` iterations"),
     Role("finalize_saves", (), "completes checkpoints that are written asynchronously", required=False),
     Role(
         "checkpoint_folder",
         ("checkpoints_path", "iteration", "release"),
-        "within save: the checkpoint's folder; called with ``return_base_dir`` too. Each attempt gets its own folder",
+        "within save: returns the checkpoint's folder, also with ``return_base_dir``; each attempt has a new folder",
     ),
     Role(
         "written",
         ("path",),
-        "within save, by rank 0, once all have written: the attempt gets the checkpoint's name, as does ``path``",
+        "within save, by rank 0, after all ranks have written: the attempt's folder gets the checkpoint's name",
     ),
     Role("schedule_save", ("async_request",), "within save: begins an asynchronous save", required=False),
-    Role("saved", ("checkpoint_path",), "within save: reports the folder to others", required=False),
+    Role("saved", ("checkpoint_path",), "within save: reports the folder to other programs", required=False),
     Role(
         "random_states",
         (),
-        "within save: the random number states of all replicas; returns a list of them, or an object that holds one",
+        "within save: returns a list of the random number states of all replicas, or an object that contains the list",
         required=False,
     ),
-    Role("load", (), "before the training: reads a checkpoint; returns (iteration, operations)"),
+    Role("load", (), "before the training: reads a checkpoint; returns its iteration and the operations so far"),
     Role("loaders", (), "before the training: builds all loaders; asks rank 0 whether there is data"),
     Role("progress_log", ("save_dir", "string", "barrier"), "appends a line to the job's log", required=False),
-    Role("throughputs", (), "``progress_log`` for a checkpoint: reads that log, then appends", required=False),
-    Role("world_size", (), "the number of workers at launch, for ``progress_log``", required=False),
+    Role("throughputs", (), "after a checkpoint: reads the job's log, and appends a line", required=False),
+    Role("world_size", (), "returns the number of workers at launch, for ``progress_log``", required=False),
     Role("weight_hashes", ("model", "cross_check"), "compares parameters over replicas", required=False),
-    Role("parameters_norm", ("model",), "adds up all parameters", required=False),
+    Role("parameters_norm", ("model",), "computes the norm of all parameters", required=False),
     Role("sequence_lengths", (), "adds up the lengths of packed sequences over replicas", required=False),
 )
 """All roles, in the order of a run."""
 
 
 INTERFACE = 1
-"""The version of ``ROLES``, ``Services`` and their contracts.  It increases when a loop that fitted no longer
-fits; a new role or service that a loop may omit does not increase it."""
+"""Version of this interface: of ``ROLES`` and ``Services``.  It increases if a change breaks existing loops; a new role
+or service that a loop may omit does not increase it."""
 
 
 class Services(Protocol):
-    """Functions that a loop offers to the recovery, in addition to its seams.  A worker's main thread calls them.
+    """Functions that a loop provides for recovery, in addition to its seams.  Each worker's main thread calls them.
 
-    Recovery reads the settings of the run by the names of Megatron's flags, from ``megatron.training.get_args()``.  A
-    loop without such a namespace sets a view of its own settings there, as ``megatron_hooks.loop.bridge`` does.
+    Recovery reads the settings of the run from ``megatron.training.get_args()``, by the names of Megatron's flags.  A
+    loop that has no such namespace must set one with its settings, as ``megatron_hooks.loop.bridge`` does.
 
-    A loop that counts the time of the run also has ``running(seconds: float) -> float``: it raises the loop's count to
-    at least ``seconds``, and returns the count.
+    A loop that measures the duration of the run also provides ``running(seconds: float) -> float``, which raises the
+    measured duration to at least ``seconds``, and returns it.
     """
 
     def operations(self, samples: int) -> float:
-        """Return the number of floating-point operations, forward and backward, of ``samples`` full-length samples."""
+        """Return the floating-point operations (forward and backward) for ``samples`` samples of full length."""
 
     def finish_saves(self) -> None:
-        """Complete the pending checkpoints and wait for them; the workers of all replicas call this together."""
+        """Complete the pending asynchronous checkpoints, and wait for that; all workers call this together."""
 
     def forget(self) -> None:
-        """Drop the loop's global state, because the model will be built again, for another position."""
+        """Drop the loop's global state; called before this worker builds another model, for another position."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop.  ``seams``: for each role the functions that fill it."""
+    """Description of a training loop.  ``seams``: role's name -> the functions that fill the role."""
 
     name: str
     supported: str
-    """Supported versions, as text for messages."""
+    """Supported versions of the loop, as text for messages."""
     seams: Mapping[str, Sequence[Seam]]
     services: Services
     interface: int = INTERFACE
-    """Version of the interface for which the loop was written."""
+    """Version of the interface for which this description was written."""
 
     def misfits(self) -> list[str]:
-        """Return all reasons why this loop does not fit, as texts; empty if all seams have the expected signatures."""
+        """Return all reasons why recovery cannot work with the installed loop, as texts; empty: it can."""
         if self.interface != INTERFACE:
             return [f"it needs version {self.interface} of recover_megatron.integrate, this is version {INTERFACE}"]
         known = {role.name for role in ROLES}
@@ -260,15 +268,15 @@ class Loop:
         return found + [reason for seams in self.seams.values() for seam in seams if (reason := seam.misfit())]
 
     def refusals(self) -> list[str]:
-        """Return the texts of ``misfits`` as messages for the user."""
+        """Return all reasons why recovery cannot work with the installed loop, as messages for the user."""
         return [f"--recover: {self.name}: {reason} ({self.supported})" for reason in self.misfits()]
 
     def check(self) -> None:
-        """Raise UserError with everything that does not fit, before anything is wrapped."""
+        """Raise UserError if recovery cannot work with the installed loop; call this before any function is wrapped."""
         if reasons := self.refusals():
             raise UserError(*reasons)
 
     def wrap(self, role: str, wrapper: Wrapper) -> None:
-        """Wrap the functions that fill ``role``; does nothing if this loop has none."""
+        """Wrap all functions that fill ``role``; do nothing if this loop has none."""
         for seam in self.seams.get(role, ()):
             seam.wrap(wrapper, self.supported)

@@ -1,5 +1,4 @@
-"""Connections between the processes of a run: framing, proof of the job's secret, forks, silent hosts.
+"""Connections between the processes of a run: message frames, authentication, forked processes, unreachable hosts.
 
-The control plane's own server and client (``membership``) use these parts in their own selectors. Standard library
-only.
+The server and the clients of the control plane (``membership``) use this package, too. Standard library only.
 """

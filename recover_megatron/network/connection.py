@@ -1,20 +1,20 @@
 """Blocking connection to another worker's ``PeerStoreServer``: framed, mutually authenticated, with bounded waits.
 
-A frame is a 4-byte big-endian length and a JSON object in UTF-8. No incoming data is trusted: the length is checked
-before a byte of the body is kept, and a body is parsed only when it is complete. An error is a ``WireError``, and it
-costs only the connection that it came from.
+A frame is a 4-byte big-endian length and a JSON object in UTF-8. No incoming data is trusted: the receiver checks the
+length before it stores the body, and parses only complete bodies. Invalid data raises ``WireError``, and only the
+connection that carried it is closed.
 
-Proof of the job's secret: a mutual HMAC-SHA256 challenge with fresh nonces on both sides.
+Both sides prove that they know the job's secret, by an HMAC-SHA256 challenge with fresh nonces:
 
     server -> client   its nonce
     client -> server   its nonce, and the proof of the client's role for both nonces
     server -> client   the proof of the server's role for both nonces
 
-The role in the text prevents a proof from being reflected, the purpose prevents its use in another protocol of the run.
-Before it has the other side's proof, a server does nothing for a connection, and a client uses nothing from it. The
-secret itself is never sent. Later traffic is neither encrypted nor signed (docs/security.md).
+A proof contains the role, so that it cannot be sent back to its author, and the purpose, so that it is useless in other
+protocols of the run. A server processes no request, and a client uses no data, before the other side has proved that it
+knows the secret. The secret itself is never sent. Later traffic is neither encrypted nor signed (docs/security.md).
 
-An address of a worker is text: "host port".
+A worker's address is the text "host port".
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _HEADER = struct.Struct(">I")
 
 
 class WireError(Exception):
-    """The other side sent data that is not a message of this protocol."""
+    """Error for received data that is no message of this protocol."""
 
 
 def encode(message: Mapping[str, Any], limit: int) -> bytes:
-    """Return the frame of one message. Raises ``ValueError`` if it is not JSON or longer than ``limit`` bytes."""
+    """Return the frame of ``message``. Raises ValueError if JSON cannot represent it, or its body exceeds ``limit``
+    bytes."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(body) > limit:
         raise ValueError(f"message {message.get('type')!r} has {len(body)} bytes, more than the limit of {limit}")
@@ -55,7 +56,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Return the object of a frame. Raises ``WireError`` for anything else."""
+    """Return the JSON object in the body of a frame. Raises ``WireError`` if the body is not a JSON object."""
     try:
         message = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -73,9 +74,9 @@ def _length(header: bytes | bytearray, limit: int) -> int:
 
 
 class Decoder:
-    """Splits a byte stream into frames.
+    """Splitter of a byte stream into frames.
 
-    ``limit`` (bytes of a body) may be changed between frames: it applies to frames whose length has not been read yet.
+    ``limit``: greatest number of bytes in a frame's body; may be changed between two calls of ``next``.
     """
 
     def __init__(self, limit: int) -> None:
@@ -90,7 +91,10 @@ class Decoder:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """Return the body of the next complete frame, None if there is none yet. A ``WireError`` ends the stream."""
+        """Return the body of the next frame; None if the frame is incomplete.
+
+        Raises ``WireError`` if the body is longer than ``limit``: the rest of the stream is then unusable.
+        """
         if len(self._buffer) < _HEADER.size:
             return None
         end = _HEADER.size + _length(self._buffer, self.limit)
@@ -99,7 +103,7 @@ class Decoder:
         return self._cut(end)[_HEADER.size :]
 
     def take(self, size: int) -> bytes | None:
-        """Return the next ``size`` raw bytes, announced by a frame; None if not all have arrived."""
+        """Return the next ``size`` bytes of the stream, which are in no frame; None if fewer bytes have arrived."""
         return self._cut(size) if len(self._buffer) >= size else None
 
     def _cut(self, size: int) -> bytes:
@@ -109,7 +113,10 @@ class Decoder:
 
 
 async def read(reader: asyncio.StreamReader, limit: int) -> dict[str, Any] | None:
-    """Return the next message of a stream, None at its end. Raises ``WireError``; ``limit``: bytes of its body."""
+    """Return the next message; None at the end of the stream.
+
+    Raises ``WireError`` for invalid data, or a body of more than ``limit`` bytes.
+    """
     try:
         header = await reader.readexactly(_HEADER.size)
         return parse(await reader.readexactly(_length(header, limit)))
@@ -122,12 +129,12 @@ def nonce() -> str:
 
 
 def mac(secret: bytes, *parts: str) -> bytes:
-    """Return the proof (32 bytes) of knowing ``secret`` for ``parts``: purpose, role, then the agreed values."""
+    """Return the HMAC-SHA256 (32 bytes) of ``parts`` with the key ``secret``: purpose, role, then nonces."""
     return hmac.digest(secret, "|".join(parts).encode(), "sha256")
 
 
 def proves(received: object, expected: str | bytes) -> bool:
-    """Return whether ``received`` (any value) is the proof ``expected``, compared in constant time."""
+    """Return whether ``received``, a value of any type, equals the proof ``expected``; compares in constant time."""
     if isinstance(received, str) and isinstance(expected, str):
         return hmac.compare_digest(received.encode(errors="replace"), expected.encode())
     if isinstance(received, bytes) and isinstance(expected, bytes):
@@ -137,38 +144,44 @@ def proves(received: object, expected: str | bytes) -> bool:
 
 @dataclass(frozen=True)
 class Challenge:
-    """Challenge of the peer stores; in messages, proofs are hex."""
+    """Proofs, in hexadecimal, that the two ends of a peer-store connection exchange."""
 
     secret: bytes = field(repr=False)
 
     def of_client(self, server_nonce: str, client_nonce: str) -> str:
-        """Return a client's answer to a server's nonce."""
+        """Return the proof that a client sends."""
         return mac(self.secret, "peer-store", "client", server_nonce, client_nonce).hex()
 
     def of_server(self, server_nonce: str, client_nonce: str) -> str:
-        """Return the server's answer to a client's nonce."""
+        """Return the proof that a server sends."""
         return mac(self.secret, "peer-store", "server", server_nonce, client_nonce).hex()
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return IPv6 for an address with colons, and for a name that has only IPv6 addresses; else IPv4."""
+    """Return AF_INET6 if ``host`` is an IPv6 address, or a name that has only IPv6 addresses; otherwise AF_INET."""
     if ":" in host:
         return socket.AF_INET6
     try:
         found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return socket.AF_INET  # using the host raises the error in the caller
+        return socket.AF_INET  # the caller gets the error when it uses the host
     return socket.AF_INET6 if found == {socket.AF_INET6} else socket.AF_INET
 
 
 def listen(host: str, backlog: int) -> tuple[socket.socket, str]:
-    """Return a listener at a free port of ``host`` (this machine's reachable address), and its address as text."""
+    """Return a listening socket at a free port, and its address as the text "host port".
+
+    ``host``: an address of this machine that the other workers can reach.
+    """
     listener = socket.create_server((host, 0), family=family_of(host), backlog=backlog)
     return listener, f"{host} {listener.getsockname()[1]}"
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """Return a connection with TCP_NODELAY, watched for silence. Raises OSError; ValueError for a bad address."""
+    """Return a connection to ``address``, with TCP_NODELAY; it is shut down if the other host stops answering.
+
+    ``timeout``: seconds to connect. Raises OSError if that fails, ValueError if the address is not "host port".
+    """
     host, port = address.split(" ")
     sock = socket.create_connection((host, int(port)), timeout=timeout)
     watch(sock)
@@ -179,7 +192,7 @@ def connect(address: str, timeout: float) -> socket.socket:
 HANDSHAKE_SECONDS = 5.0
 LONGEST_MESSAGE = 1 << 20
 POLL_SECONDS = 0.25
-"""Seconds without data after which ``patience`` is called."""
+"""Seconds between two calls of ``patience`` while no data arrives."""
 
 _PATH_ERRORS = {
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES, errno.EPERM,
@@ -187,12 +200,18 @@ _PATH_ERRORS = {
 
 
 def is_path_error(error: OSError | None) -> bool:
-    """Return whether the error of an established connection concerns the network path, not the other process."""
+    """Return whether ``error``, of an established connection, shows that the network path to the other host failed.
+
+    False if it shows that the other process closed the connection, or is None.
+    """
     return error is not None and (isinstance(error, TimeoutError) or error.errno in _PATH_ERRORS)
 
 
 class Unreachable(ConnectionError):
-    """No process that knows the secret answers. ``unreachable``: the network path failed, not the peer."""
+    """Error for a connection that failed, or whose peer does not know the secret or sent invalid data.
+
+    ``unreachable``: True if the network path failed; the peer may still be live.
+    """
 
     def __init__(self, text: str, *, unreachable: bool = False) -> None:
         super().__init__(text)
@@ -200,10 +219,10 @@ class Unreachable(ConnectionError):
 
 
 class Connection:
-    """Connection to ``address``, authenticated on both sides by the constructor. All methods raise ``Unreachable``.
+    """Connection to ``address``; the constructor authenticates both sides. All methods raise ``Unreachable``.
 
-    ``patience``: called whenever nothing has arrived for ``POLL_SECONDS``; it raises to end the wait (a stopped process
-    answers nothing and closes nothing); None: wait for as long as the connection lasts.
+    ``patience``: called whenever no data has arrived for ``POLL_SECONDS``. It raises an exception to end the wait,
+    because a peer that is stopped neither answers nor closes the connection. None: wait until the connection ends.
     """
 
     def __init__(self, address: str, challenge: Challenge, patience: Callable[[], None] | None = None) -> None:
@@ -224,7 +243,7 @@ class Connection:
             raise
 
     def send(self, *messages: Mapping[str, Any]) -> None:
-        """Send all messages at once, from any thread, but only from one thread at a time."""
+        """Send all messages in one write. Any thread may call this, but only one thread at a time."""
         data = b"".join(encode(message, LONGEST_MESSAGE) for message in messages)
         try:
             self._socket.sendall(data)
@@ -240,15 +259,15 @@ class Connection:
             raise Unreachable(str(error)) from error
 
     def receive_bytes(self, size: int) -> bytes:
-        """Return the ``size`` bytes that the last message announced."""
+        """Return the next ``size`` bytes, which the peer sends without a frame, after a message that announces them."""
         while (data := self._decoder.take(size)) is None:
             self._more()
         return data
 
     def detach(self, message: Mapping[str, Any]) -> socket.socket:
-        """Send ``message``, wait for its echo, and return the blocking socket, for use by another protocol.
+        """Send ``message``, wait until the peer echoes it, and return the blocking socket, for use by another protocol.
 
-        All data after the echo is still unread.
+        Data that the peer sends after the echo remains unread in the socket.
         """
         self.send(message)
         echo = encode(message, LONGEST_MESSAGE)
@@ -260,11 +279,11 @@ class Connection:
         return self._socket
 
     def shutdown(self) -> None:
-        """Wake the thread that waits in ``receive``; from any thread."""
+        """Shut the connection down, which wakes a thread that waits in ``receive``. Any thread may call this."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the other side has closed it already
+            return  # the connection has ended
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -282,7 +301,7 @@ class Connection:
                 data = self._socket.recv(limit)
             except TimeoutError as error:
                 if self._patience is None:
-                    raise Unreachable(f"no proof within {HANDSHAKE_SECONDS:g} s", unreachable=True) from error
+                    raise Unreachable(f"no proof came within {HANDSHAKE_SECONDS:g} s", unreachable=True) from error
                 self._patience()
                 continue
             except OSError as error:

@@ -1,18 +1,19 @@
-"""Early notice of a worker's death, by robust mutexes, which the kernel releases before anything else.
+"""Early notice of a worker's death, by robust mutexes, which the kernel releases before it frees the worker's memory.
 
-The kernel closes the sockets of a killed process, and makes its pidfd readable, only after it has freed the process's
-memory: 0.1 s per gigabyte on a quiet machine, several times that on a busy one, and after any core is written. It
-releases a thread's robust mutexes (``pthread_mutexattr_setrobust``) before that, whatever the process holds: a waiting
-thread gets EOWNERDEAD within a few milliseconds. So worker and launcher share a page with such a mutex::
+The kernel closes the sockets of a killed process, and makes its pidfd readable, only after it has written any core and
+freed the process's memory. That takes 0.1 s per gigabyte on an idle machine, and several times longer on a busy one.
+The kernel releases the robust mutexes (``pthread_mutexattr_setrobust``) of a dying thread before that: another thread
+that waits for such a mutex gets EOWNERDEAD within a few milliseconds. So worker and launcher share a page with a robust
+mutex::
 
     launcher                                    worker
-    DeathWatch.make(): the page, a variable --> hold(): a thread locks the mutex, then posts the semaphore, and sleeps
+    DeathWatch.make(): creates the page     --> hold(): a thread locks the mutex, then posts the semaphore, and sleeps
     begin(): a thread waits for the semaphore,
              then for the mutex             <-- the thread ends: a fatal signal, exit, exec, or a return
     on_dying()
 
-docs/membership.md has the meaning and the limits of EOWNERDEAD. Without a robust mutex, or if the worker cannot reach
-the page, only the pidfd reports the end.
+docs/membership.md describes the meaning and the limits of EOWNERDEAD. If robust mutexes are missing, or the worker
+cannot open the page, only the pidfd reports the death.
 """
 
 from __future__ import annotations
@@ -35,32 +36,38 @@ from recover_megatron.network.system import memory_file
 from recover_megatron.variables import DEATH_NOTICE_VARIABLE
 
 _MUTEX, _SEMAPHORE, _LEFT, _PID, _TAG, _SIZE = 0, 64, 128, 136, 192, 4096
-"""Offsets in the page, and its size: ``pthread_mutex_t`` and ``sem_t`` take at most 48 bytes in glibc and musl."""
+"""Offsets of the fields in the page, and the size of the page.
+
+``pthread_mutex_t`` and ``sem_t`` take at most 48 bytes in glibc and musl.
+"""
 _ATTRIBUTE_BYTES = 64
 _PROCESS_SHARED = _ROBUST = 1
 _PROBE_SECONDS = 2
 FATAL = b"Fatal Python error: "
-"""Beginning of the line by which faulthandler reports a fatal signal."""
+"""Beginning of the line that Python's faulthandler prints on a fatal signal."""
 
 
 def _tag(name: str) -> bytes:
-    """Return the mark of the page ``name``, with the C library's version: each has its own layout of a mutex."""
+    """Return the tag that identifies the page ``name``.
+
+    It contains the version of the C library, because the layout of a mutex depends on that version.
+    """
     return f"{name} {' '.join(platform.libc_ver())}".encode()[: _SIZE - _TAG - 1]
 
 
 class _Page:
-    """Shared memory. It stays mapped for as long as a thread of this process may use it."""
+    """Page of memory that a launcher shares with one worker."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the page. Raises OSError."""
+        """Map the page from the file ``descriptor``. Raises OSError."""
         self._memory = mmap.mmap(descriptor, _SIZE)
-        self._memory.madvise(mmap.MADV_DONTFORK)  # a forked child does not use it
+        self._memory.madvise(mmap.MADV_DONTFORK)  # forked children must not use the mutex
         self._bytes = (ctypes.c_char * _SIZE).from_buffer(self._memory)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._mutex, self._semaphore = (ctypes.byref(self._bytes, offset) for offset in (_MUTEX, _SEMAPHORE))
 
     def prepare(self, name: str) -> None:
-        """Create mutex and semaphore; by the launcher, once. Raises OSError."""
+        """Initialize the mutex and the semaphore, and write the tag; the launcher calls this once. Raises OSError."""
         attribute = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
         libc = self._libc
         for failed in (
@@ -75,12 +82,12 @@ class _Page:
         self._memory[_TAG : _TAG + len(_tag(name))] = _tag(name)
 
     def is_named(self, name: str) -> bool:
-        """Return True for the page ``name``, if it was created with the C library of this process."""
+        """Return whether this is the page ``name``, created with the C library version of this process."""
         return self._memory[_TAG:_SIZE].rstrip(b"\0") == _tag(name)
 
     @property
     def left(self) -> bool:
-        """True when the worker has left the run in order, so that its end is no death."""
+        """True if the worker has left the run in order, so that the end of its process is no death."""
         return self._memory[_LEFT] != 0
 
     @left.setter
@@ -89,7 +96,7 @@ class _Page:
 
     @property
     def holder(self) -> int:
-        """Pid of the process whose thread holds the mutex, or held it."""
+        """Pid of the process whose thread has locked the mutex, even after its death; 0: no process has."""
         return int.from_bytes(self._memory[_PID : _PID + 8], "little")
 
     @holder.setter
@@ -97,11 +104,14 @@ class _Page:
         self._memory[_PID : _PID + 8] = pid.to_bytes(8, "little")
 
     def hold(self, tried: threading.Event) -> None:
-        """Lock the mutex, announce it, and sleep forever; return if another thread holds it already."""
+        """Lock the mutex, write this process's pid, post the semaphore, and sleep until the process ends.
+
+        Returns only if another thread has the mutex. Sets ``tried`` in both cases.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         locked = self._libc.pthread_mutex_trylock(self._mutex) == 0
         if locked:
-            self.holder = int(os.readlink("/proc/self"))  # pid in the launcher's namespace, whose /proc is used
+            self.holder = int(os.readlink("/proc/self"))  # the pid in the launcher's namespace, whose /proc this is
             self.post()
         tried.set()
         if locked:
@@ -112,22 +122,22 @@ class _Page:
         self._libc.sem_post(self._semaphore)
 
     def wait_held(self) -> None:
-        """Wait until ``post`` was called."""
+        """Wait until ``post`` has been called."""
         while self._libc.sem_wait(self._semaphore) and ctypes.get_errno() == errno.EINTR:
             pass
 
     def wait_given_up(self) -> bool:
-        """Wait until the thread that holds the mutex ends. Return False if the mutex cannot report that."""
+        """Wait until the thread that has the mutex ends. Return False if the wait ended for another reason."""
         return bool(self._libc.pthread_mutex_lock(self._mutex) == errno.EOWNERDEAD)
 
     def is_given_up(self, seconds: int) -> bool:
-        """Wait at most ``seconds`` for the end of the thread that holds the mutex. Return whether it was reported."""
+        """Wait at most ``seconds`` until the thread that has the mutex ends. Return whether the mutex reported that."""
         until = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)
         return bool(self._libc.pthread_mutex_timedlock(self._mutex, until) == errno.EOWNERDEAD)
 
 
 def _new_page(name: str) -> tuple[_Page, int]:
-    """Return a page that is ready, and the descriptor of its file. Raises OSError if none can be created."""
+    """Create a page; return it and the descriptor of its file. Raises OSError if a robust mutex cannot be created."""
     descriptor = memory_file("recover-death-notice")
     try:
         os.ftruncate(descriptor, _SIZE)
@@ -141,9 +151,9 @@ def _new_page(name: str) -> tuple[_Page, int]:
 
 @cache
 def lacking() -> str:
-    """Return why deaths are known only by the pidfd on this host, as text; empty: robust mutexes report them.
+    """Return why robust mutexes do not report deaths on this host, as text; empty: they do.
 
-    The test is a thread that ends while it holds a mutex: a kernel may accept the calls without any effect (gVisor).
+    Tests a real mutex whose thread ends, since a kernel such as gVisor accepts the calls without any effect.
     """
     try:
         page, descriptor = _new_page("try")
@@ -157,22 +167,25 @@ def lacking() -> str:
 
 
 class DeathWatch:
-    """The launcher's side, for one worker: calls ``on_dying`` as soon as the kernel ends the worker's threads."""
+    """Launcher's part of the death notice for one worker."""
 
     def __init__(self) -> None:
-        """Create the page. Raises OSError without robust mutexes."""
+        """Create the page. Raises OSError if robust mutexes are missing."""
         name = secrets.token_hex(8)
         self._page, self._descriptor = _new_page(name)
         self._closed = False
         self._process: int | None = None
         self.holder = 0
-        """Pid of the process that holds the mutex, once it is known; under a wrapper a child of the wrapper."""
+        """Pid of the worker's process that has the mutex; 0: not known yet.
+
+        If the launcher started a wrapper script, this is a child of the script.
+        """
         self.variables = {DEATH_NOTICE_VARIABLE: f"{name} /proc/{os.getpid()}/fd/{self._descriptor}"}
-        """Variables for the environment of the worker's process."""
+        """Environment variables that the worker's process needs to open the page: name -> value."""
 
     @classmethod
     def make(cls) -> DeathWatch | None:
-        """Return a watch for a worker that is about to be started; None if none is available."""
+        """Return a watch for a worker that is about to be started; None if its page cannot be created."""
         if lacking():
             return None
         try:
@@ -182,20 +195,21 @@ class DeathWatch:
 
     @property
     def left(self) -> bool:
-        """True when the worker has left the run in order, so that its end is no death."""
+        """True if the worker has left the run in order, so that the end of its process is no death."""
         return self._page.left
 
     def begin(self, on_dying: Callable[[], object]) -> None:
-        """Watch from now on. ``on_dying`` is called in a thread, once; never if the worker does not hold the mutex.
+        """Start a thread that calls ``on_dying`` once, as soon as the kernel ends the worker's threads.
 
-        If no thread can be started nothing is reported.
+        It never calls ``on_dying`` if the worker has not locked the mutex. If no thread can be started, deaths are not
+        reported here.
         """
 
         def wait() -> None:
             self._page.wait_held()
             if self._closed:
                 return
-            with suppress(OSError, AttributeError):  # the process has ended already, or pidfds are missing
+            with suppress(OSError, AttributeError):  # the process has ended, or Python has no pidfd_open
                 self._process = os.pidfd_open(self._page.holder)
             self.holder = self._page.holder
             if self._page.wait_given_up() and not self._closed:
@@ -205,14 +219,17 @@ class DeathWatch:
             threading.Thread(target=wait, name="recover-death-watch", daemon=True).start()
 
     def kill_holder(self) -> None:
-        """Send SIGKILL to the process ``holder``, never to a later user of its pid. Raises OSError."""
+        """Send SIGKILL to the process ``holder``; a later process with the same pid is safe.
+
+        Raises OSError if no pidfd of the process is open, or the signal is refused.
+        """
         if self._process is None:
             raise ProcessLookupError(errno.ESRCH, f"no pidfd of process {self.holder} is open")
-        with suppress(ProcessLookupError):  # it has gone
+        with suppress(ProcessLookupError):  # the process has ended
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def close(self) -> None:
-        """Report nothing more: the worker's process was reaped, or not started."""
+        """Stop watching; call this after the worker's process was reaped, or could not be started."""
         if not self._closed:
             self._closed = True
             self._page.post()
@@ -222,14 +239,14 @@ class DeathWatch:
 
 
 _held: _Page | None = None
-"""Page that this process shares with its launcher; None: none."""
+"""Page that this worker shares with its launcher; None: it shares no page."""
 
 
 def hold(environ: Mapping[str, str]) -> bool:
-    """Let the launcher detect the death of this process at once. Return whether the launcher will.
+    """Lock the mutex that this worker shares with its launcher. Return whether the launcher will see its death early.
 
-    A thread is started that sleeps until the process ends. Python's faulthandler is enabled if the script has not done
-    so: its output on stderr reports a fatal signal to the launcher before a core is written.
+    Starts a thread that sleeps until the process ends. Enables Python's faulthandler, because its output on stderr
+    reports a fatal signal to the launcher before a core is written.
     """
     global _held
     name, _, path = environ.get(DEATH_NOTICE_VARIABLE, "").partition(" ")
@@ -244,19 +261,19 @@ def hold(environ: Mapping[str, str]) -> bool:
             page = _Page(descriptor)
         finally:
             os.close(descriptor)
-        if not page.is_named(name):  # for example, this process is in a separate container, or its launcher has ended
+        if not page.is_named(name):  # for example: this process runs in another container, or its launcher has ended
             return False
         tried = threading.Event()
         threading.Thread(target=page.hold, args=(tried,), name="recover-death-notice", daemon=True).start()
     except (OSError, ValueError, RuntimeError):
-        return False  # the pidfd reports the end, later
+        return False  # only the pidfd reports the death
     _held = page
     tried.wait()
     return page.holder == int(os.readlink("/proc/self"))
 
 
 def leaving() -> None:
-    """Note that this worker leaves the run in order: its end is no death from now on."""
+    """Report to the launcher that this worker leaves the run in order: the end of its process is then no death."""
     if _held is not None:
         _held.left = True
 

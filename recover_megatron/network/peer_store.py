@@ -1,25 +1,25 @@
-"""Key-value store of the peers: a server in a thread of each worker, so that no node is special.
+"""Key-value store: each worker runs a server in a thread, so the run has no central store that can be lost.
 
     server -> client   {"nonce": s}
     client -> server   {"nonce": c, "mac": proof}         then  {"set": key, "value": v, "epoch": n}
     server -> client   {"mac": proof}                     and   {"want": key}
-    server -> client   {"key": key, "value": v}           as soon as it is set
+    server -> client   {"key": key, "value": v}           as soon as the value is set
     client -> server   {"fetch": [numbers]}
-    server -> client   {"bytes": n} and n bytes           data of this worker (``source``); n = -1: none
-    client -> server   {"stream": name}                   hands the connection over, see below
+    server -> client   {"bytes": n} and n bytes           data of this worker (``source``); n = -1: it has no such data
+    client -> server   {"stream": name}                   makes the connection a stream, see below
 
-A request is answered as soon as the value is set, so no client polls over the network.
+The server answers a ``want`` when the value is set, so no client polls over the network.
 
-Streams are connections that the server accepts and hands over to other parts of the worker:
+A stream is a connection that the server hands over to another part of the worker:
 
     client                                                   server: the peer store's thread
-    open_stream   -- proof of the secret, both ways (client) -->
+    open_stream   <-- both sides prove that they know the secret -->
                   -- {"stream": "tree/5/..."} ----------------->   Streams.arrived
                   <-- {"stream": "tree/5/..."} -----------------   from here on the connection is a plain socket
-                                                                     |- if its kind is served, its handler gets it
+                                                                     |- if its kind has a handler, the handler gets it
                                                                      '- else it waits until ``take`` asks for it
 
-The kind is the part of the name before the first slash.
+The kind of a stream is the part of its name before the first slash.
 """
 
 from __future__ import annotations
@@ -41,18 +41,21 @@ from recover_megatron.network.connection import HANDSHAKE_SECONDS, LONGEST_MESSA
 from recover_megatron.network.system import close_in_children
 
 MOST_WAITING = 4096
-"""Maximum number of streams that wait to be taken; beyond that the oldest is closed for a newer one."""
+"""Maximum number of streams that wait for ``take``; if another stream arrives, the oldest is closed."""
 LOOK_SECONDS = 0.25
 """Seconds between two calls of ``patience`` by a thread that waits for a stream."""
 
 Handler = Callable[[str, socket.socket], None]
-"""Receives a stream's name and connection, and owns the latter. Runs in the server's thread, so must be quick."""
+"""Function that receives the name and the connection of a stream, and must close the connection.
+
+It runs in the server's thread, so it must not block.
+"""
 
 
 def open_stream(
     address: str, challenge: Challenge, name: str, patience: Callable[[], None] = lambda: None
 ) -> socket.socket:
-    """Return a blocking connection to the stream ``name`` of the worker whose peer store is at ``address``.
+    """Open the stream ``name`` to the worker whose peer store is at ``address``; return the blocking connection.
 
     ``patience``: as in ``Connection``. Raises ``Unreachable``.
     """
@@ -65,7 +68,7 @@ def open_stream(
 
 
 class Streams:
-    """Stream connections that have arrived at one worker."""
+    """Streams that other workers have opened to this worker."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -74,7 +77,7 @@ class Streams:
         close_in_children(self)
 
     def serve(self, kind: str, handler: Handler) -> None:
-        """Call ``handler`` for all streams of this kind, also for those that have arrived already."""
+        """Call ``handler`` for all streams of this kind, including streams that have arrived before this call."""
         with self._changed:
             self._handlers[kind] = handler
             names = [name for name in self._waiting if name.partition("/")[0] == kind]
@@ -87,7 +90,7 @@ class Streams:
             handler = self._handlers.get(name.partition("/")[0])
             if handler is None:
                 if (before := self._waiting.pop(name, None)) is not None:
-                    before.close()  # its client has given it up
+                    before.close()  # the client has opened this stream again
                 self._waiting[name] = sock
                 if len(self._waiting) > MOST_WAITING:
                     self._waiting.pop(next(iter(self._waiting))).close()
@@ -96,7 +99,10 @@ class Streams:
             handler(name, sock)
 
     def take(self, name: str, patience: Callable[[], None]) -> socket.socket:
-        """Return the connection of this name. ``patience``: called while it has not arrived; raises to give up."""
+        """Wait for the stream ``name``; return its connection.
+
+        ``patience``: called every ``LOOK_SECONDS`` during the wait; it raises an exception to end the wait.
+        """
         while True:
             patience()
             with self._changed:
@@ -104,7 +110,7 @@ class Streams:
                     return self._waiting.pop(name)
 
     def forget(self, prefix: str) -> None:
-        """Close streams that wait under names with this prefix: they will not be taken any more."""
+        """Close the waiting streams whose names begin with ``prefix``: no thread will take them."""
         with self._changed:
             for name in [name for name in self._waiting if name.startswith(prefix)]:
                 self._waiting.pop(name).close()
@@ -120,21 +126,25 @@ _BACKLOG = 4096
 LONGEST_BEFORE_PROOF = 1 << 10
 MOST_UNPROVED = 256
 QUIET_SECONDS = 60.0
-"""Seconds between two log lines about a store that cannot accept connections."""
+"""Least number of seconds between two log lines about a store that cannot accept connections."""
 MOST_BYTES = 16 << 20
 """Maximum bytes of the answer to one ``fetch`` request."""
 Source = Callable[[Sequence[int]], bytes | None]
-"""Returns this worker's data for some numbers; called in the server's thread. None: it does not have them."""
+"""Function that returns this worker's data for the numbers of a ``fetch``; None: this worker lacks some of the data.
+
+The server's thread calls it.
+"""
 KEPT_EPOCHS = 4
-"""Number of the newest known epochs whose values are kept: the groups of older ones are gone."""
+"""Number of epochs, the newest ones, whose values are kept; the process groups of older epochs do not exist any more.
+"""
 
 
 class PeerStoreServer:
     """Peer store of a worker; serves until the process ends. ``host``: address that the other workers can reach.
 
-    A connection without proof of the secret may send ``LONGEST_BEFORE_PROOF`` bytes, within ``HANDSHAKE_SECONDS``. Of
-    more than ``MOST_UNPROVED`` such connections the oldest is dropped for a newer one; if no descriptor is left, all of
-    them are dropped.
+    A client must prove within ``HANDSHAKE_SECONDS``, in ``LONGEST_BEFORE_PROOF`` bytes, that it knows the secret. If
+    more than ``MOST_UNPROVED`` clients have not done so yet, the server closes the oldest of these connections. If the
+    process has no free file descriptor, the server closes all of these connections.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
@@ -148,12 +158,15 @@ class PeerStoreServer:
         self._quiet_until = 0.0
         self._epochs: defaultdict[int, set[str]] = defaultdict(set)  # epoch -> its keys
         close_in_children(self)
-        # Not epoll, which a forked process would share with this one.
+        # An epoll object would be shared with forked processes; poll is not.
         self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
         threading.Thread(target=self._serve, name="recover-peer-store", daemon=True).start()
 
     def put(self, key: str, value: str, epoch: int | None = None) -> None:
-        """Set a value for present and later clients, from any thread. If it has an ``epoch``, it is dropped later."""
+        """Set the value of ``key``, and send it to the clients that wait for it. Any thread may call this.
+
+        A value with an ``epoch`` is dropped when values of ``KEPT_EPOCHS`` newer epochs exist; None: never dropped.
+        """
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 
     def close_in_child(self) -> None:
@@ -171,7 +184,11 @@ class PeerStoreServer:
         await server.serve_forever()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle errors outside of any connection: none can be accepted. asyncio tries again after a second."""
+        """Log that the server cannot accept connections; asyncio tries again after a second.
+
+        If the system refuses connections, for example because no file descriptor is free, first close all connections
+        of clients that have not proved that they know the secret.
+        """
         error = context.get("exception")
         if isinstance(error, OSError):
             for writer in list(self._unproved):
@@ -185,14 +202,14 @@ class PeerStoreServer:
         writer.transport.abort()
 
     async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection; its data can cost at most that connection."""
+        """Serve one connection; invalid data ends only this connection."""
         self._unproved[writer] = None
         if len(self._unproved) > MOST_UNPROVED:
             self._drop(next(iter(self._unproved)))
         try:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, connection.WireError):
-                # Without this an answer waits 40 ms for an acknowledgement. asyncio sets it only for sockets whose
-                # ``proto`` is TCP, and that of accepted sockets is not set.
+                # Without TCP_NODELAY an answer waits 40 ms for an acknowledgement. asyncio sets the option only if the
+                # socket's ``proto`` is TCP, but accepted sockets have ``proto`` 0.
                 writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if await asyncio.wait_for(self._authenticate(reader, writer), HANDSHAKE_SECONDS):
                     self._unproved.pop(writer, None)
@@ -237,13 +254,16 @@ class PeerStoreServer:
         await writer.drain()
 
     def _hand_over(self, name: str, writer: asyncio.StreamWriter) -> None:
-        """Hand a connection over. Its client sends nothing before the answer, so all later data is unread."""
+        """Hand the connection over as the stream ``name``, after an echo of the client's request.
+
+        The client sends no data before the echo, so this server has read none of the stream's data.
+        """
         answer = connection.encode({"stream": name}, LONGEST_MESSAGE)
         taken = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
-        writer.transport.abort()  # closes only its own descriptor: the connection stays
+        writer.transport.abort()  # closes asyncio's descriptor; ``taken`` keeps the connection open
         taken.setblocking(True)
         try:
-            taken.sendall(answer)  # a few bytes, in an empty buffer
+            taken.sendall(answer)  # cannot block: a few bytes, in an empty buffer
         except OSError:
             taken.close()
             return

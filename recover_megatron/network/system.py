@@ -1,21 +1,22 @@
-"""Kernel interfaces of this host: dead connections, forks, and resource limits of the processes of a run.
+"""Kernel interfaces of this host: unreachable hosts, forks, and resource limits of the processes of a run.
 
-Silence (``Watch``): the other host acknowledges nothing any more. A death closes connections, which peers notice at
-once. A broken cable, a wrong route or a filter between two healthy hosts closes nothing: TCP alone would try
-for a quarter of an hour. So one thread of the process checks the connections passed to ``watch``:
+Silence (``Watch``): if a process dies, its kernel closes its connections, and its peers notice that immediately. But a
+broken cable, a wrong route or a packet filter between healthy hosts closes no connection; TCP alone would resend for
+15 minutes. A connection is *silent* if the kernel of the other host acknowledges nothing. One thread of the process
+checks all connections passed to ``watch``:
 
-    data is in flight, and for ``SECONDS`` the other kernel has acknowledged nothing --> shut: waiting threads are woken
-    no data is in flight: the kernel asks (keepalive), and ends the connection itself
+    data is in flight   the thread shuts a connection that is silent for ``SECONDS``, which wakes waiting threads
+    otherwise           the kernel sends keepalive probes, and ends the connection if none is answered
 
-The other kernel answers whatever its process does: a process that is stopped, or reads nothing, is not silent.
+The kernel acknowledges data even if its process is stopped or does not read, so such a process is not silent.
 
-Forks (``close_in_children``): a forked process, such as a data loader, closes connections that its parent holds open.
-Otherwise a worker's connections would stay open after its death, unnoticed by all peers. Sockets are closed, never shut
-down: that would affect the parent's connection. The child does not collect its parent's garbage: the destructor of a
-gloo process group waits forever for threads that a forked process does not have.
+Forks (``close_in_children``): a forked process, such as a data loader, closes its copies of its parent's connections.
+Otherwise a dead worker's connections would stay open, and its peers would not notice the death. The child only closes
+these sockets: ``shutdown`` would affect the parent's connection. The child does not collect its parent's garbage,
+because the destructor of a gloo process group waits forever for threads that a forked process does not have.
 
-Optional features (``lacking``, ``memory_file``): a Python that was built for an older system lacks newer functions
-(uv's and conda's until 2026: os.memfd_create, os.pidfd_open), and a seccomp filter answers ENOSYS or EPERM.
+Optional features (``lacking``, ``memory_file``): a Python built for an older system lacks os.memfd_create and
+os.pidfd_open (uv's and conda's before 2026), and a seccomp filter may refuse them with ENOSYS or EPERM.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from typing import Protocol
 
 from recover_megatron.variables import LAUNCH_ID_VARIABLE
 
-_PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # in ``struct tcp_info`` of linux/tcp.h, whose layout is stable
+_PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # offsets in ``struct tcp_info`` of linux/tcp.h, which are stable
 
 
 def unacknowledged(sock: socket.socket) -> float:
-    """Return for how many seconds the other host's kernel has acknowledged nothing, while data waits for it.
+    """Return for how many seconds the other host's kernel has not acknowledged waiting data; 0: no data is waiting.
 
-    Data waits if packets are in flight, or more than one window probe is unanswered: without a route on this host
-    nothing is in flight. A host whose process reads nothing answers each probe.
+    Data is waiting if packets are in flight, or more than one window probe is unanswered. (If this host has no route,
+    no packets are in flight.) A host whose process does not read still answers each probe.
     """
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     (unacked,) = struct.unpack_from("I", info, _UNACKED)
@@ -65,7 +66,7 @@ def unacknowledged(sock: socket.socket) -> float:
 
 
 def all_delivered(sock: socket.socket) -> bool:
-    """Return whether the other kernel has received all written data, and all data that it sent was read here."""
+    """Return whether the other host has acknowledged all data, and none is unread here; False after an error."""
     if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4):
         return False
     try:
@@ -73,12 +74,12 @@ def all_delivered(sock: socket.socket) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        pass  # it has failed, which the next read reports
+        pass  # the connection has failed; the next read reports the error
     return False
 
 
 def use_all_descriptors() -> None:
-    """Raise the limit of open files as far as possible: connections of unauthenticated peers count against it, too."""
+    """Raise this process's limit of open files to the hard limit; unauthenticated connections count against it, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -86,8 +87,7 @@ def use_all_descriptors() -> None:
 
 @cache
 def lacking(name: str) -> str:
-    """Return why ``os.pidfd_open``, ``os.memfd_create`` or ``signal.pidfd_send_signal`` (which a seccomp filter may
-    forbid alone) is missing, as text; empty: available."""
+    """Return why ``name`` (pidfd_open, memfd_create or pidfd_send_signal) is missing, as text; empty: it exists."""
     try:
         descriptor = os.memfd_create("look") if name == "memfd_create" else os.pidfd_open(os.getpid())
         try:
@@ -97,17 +97,17 @@ def lacking(name: str) -> str:
             os.close(descriptor)
     except AttributeError:
         return f"this Python has no os.{name}: it was built for an older Linux"
-    except OSError as error:  # other errors: no descriptor is free at this time
+    except OSError as error:  # another error means that no descriptor is free now
         refused = error.errno in (errno.ENOSYS, errno.EPERM)
         return f"{name} is refused here ({error.strerror}) by the kernel or by seccomp" if refused else ""
     return ""
 
 
 def memory_file(name: str) -> int:
-    """Return the descriptor of a file in memory without a name, which disappears with its last user.
+    """Return the descriptor of a new unnamed file in memory, which is freed when its last user closes it.
 
-    Without memfd_create it is created under /dev/shm, or, if that is not writable, in the folder for temporary files.
-    Raises OSError if none of these works.
+    Without memfd_create, the file is in /dev/shm or, if that is not writable, in the folder for temporary files.
+    Raises OSError if no file can be created.
     """
     if not lacking("memfd_create"):
         return os.memfd_create(name)
@@ -117,14 +117,14 @@ def memory_file(name: str) -> int:
 
 
 LONGEST_FOLDER = 89
-"""Maximum bytes of a folder for sockets: a socket's name adds 18, and the kernel accepts 107."""
+"""Greatest number of bytes in the path of a folder for sockets: a socket's name adds 18; the kernel accepts 107."""
 
 
 def keep_sockets(environ: Mapping[str, str]) -> None:
-    """Make multiprocessing create the sockets of this process and its children where ``remove_sockets`` finds them.
+    """Make multiprocessing create its sockets in a folder that ``remove_sockets`` can find after this process's death.
 
-    Python's own folders for them are removed only by the process that created them, if it ends in order. If the path
-    would be too long for a socket, Python chooses another one.
+    Python removes its own folder only if the process that created it ends in order. Does nothing if the path of the
+    folder would be too long for a socket; Python then uses its own folder.
     """
     launch_id = environ.get(LAUNCH_ID_VARIABLE, "")
     folder = f"{tempfile.gettempdir()}/pymp-{launch_id}-{os.getpid()}"
@@ -136,19 +136,19 @@ def keep_sockets(environ: Mapping[str, str]) -> None:
 
 
 def share_by_lasting_socket() -> None:
-    """Make this process, which has shared nothing yet, pass descriptors by a socket whose file is removed at once.
+    """Make multiprocessing share file descriptors through a socket that no cleaner of TMPDIR can remove.
 
-    A data loader passes each tensor in this way. Its parent reaches the socket by a descriptor of the file, under
-    /proc, so no cleaner of TMPDIR disconnects it. If /proc does not allow that, Python's own way remains.
+    A data loader sends each tensor in this way. The socket's file is removed immediately; the parent process connects
+    through this process's entry in /proc. If /proc does not allow that, nothing changes. Call this first.
     """
     from multiprocessing.connection import Listener
     from multiprocessing.resource_sharer import _resource_sharer as sharer  # type: ignore[attr-defined]
 
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="pymp-") as folder:
-        # A test: if this process may look into its parent's /proc entry, the parent may look into this one's.
+        # Test the permission: if this process may read its parent's entry in /proc, the parent may read this one's.
         os.stat(f"/proc/{os.getppid()}/fd/0")
         within = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-        file = f"/proc/self/fd/{within}/listener"  # short, whatever TMPDIR is: a socket's path has 107 bytes
+        file = f"/proc/self/fd/{within}/listener"  # short for any TMPDIR: a socket's path has at most 107 bytes
         listener = Listener(file, authkey=multiprocessing.process.current_process().authkey, backlog=128)
         address = f"/proc/{os.getpid()}/fd/{os.open(file, os.O_PATH | os.O_CLOEXEC)}"
         listener._listener._unlink()  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def share_by_lasting_socket() -> None:
 
 
 def remove_sockets(launch_id: str, pid: int | None = None) -> None:
-    """Remove the folder that process ``pid`` of a launch has left (None: the folders of all of its processes)."""
+    """Remove the folder that ``keep_sockets`` has created in process ``pid`` of a launch; None: in any process."""
     for folder in Path(tempfile.gettempdir()).glob(f"pymp-{glob.escape(launch_id)}-{'*' if pid is None else pid}"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,10 +171,10 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def control_groups(controller: str, table: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of a process's control groups, and of their parents, each of which may have a limit.
+    """Yield the folders of a process's control groups and their parents; each of these groups may have a limit.
 
-    ``table``: the process's own ``cgroup`` under /proc; ``root``: where control groups are mounted. A container has its
-    own group at ``root``, whatever ``table`` calls it; a batch job has one far below.
+    ``controller``: "memory" or "pids"; ``table``: a file /proc/PID/cgroup; ``root``: where control groups are mounted.
+    Some folders may not exist: a container's group is at ``root`` itself, even if ``table`` names another path.
     """
     lines = table.read_text().splitlines() if table.exists() else ["0::/"]
     for line in lines:
@@ -186,9 +186,9 @@ def control_groups(controller: str, table: Path, root: Path) -> Iterator[Path]:
 
 
 def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
-    """Return how many processes in this process's cgroup, workers included, the kernel's OOM killer has killed.
+    """Return how many processes in this process's cgroup, including workers, the kernel's OOM killer has killed.
 
-    0 if that is unknown. ``table``: this process's cgroups; ``mounted``: where cgroups are.
+    Returns 0 if the number is unknown. ``table``, ``mounted``: as ``table`` and ``root`` of ``control_groups``.
     """
     for folder in control_groups("memory", table, mounted):
         for name in ("memory.events", "memory.oom_control"):
@@ -201,14 +201,11 @@ def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
 _XID_SECONDS = 60.0
 _MOST_RECORDS = 100_000
-"""Maximum records of the kernel's log per read (some 0.1 s); the logs of hosts with many cores are that long."""
+"""Greatest number of records that one call reads from the kernel's log (in 0.1 s): the length of the longest logs."""
 
 
 class KernelLog:
-    """Xid errors that NVIDIA's driver writes into the kernel's log from now on.
-
-    If that log cannot be read (most containers, kernel.dmesg_restrict) no Xid is known.
-    """
+    """Xid errors in the kernel's log since this object was created; none if the log is unreadable, as in containers."""
 
     def __init__(self, path: str = "/dev/kmsg") -> None:
         self._log = -1
@@ -218,8 +215,8 @@ class KernelLog:
             os.lseek(self._log, 0, os.SEEK_END)
 
     def xid(self, pid: int) -> str:
-        """Return the newest Xid for process ``pid``, else one without a process (a GPU that has fallen off the bus)
-        that is less than a minute old: "Xid 79 of GPU 0000:c1:00"; empty: none."""
+        """Return the newest Xid error of process ``pid``, such as "Xid 79 of GPU 0000:c1:00"; empty: none is known.
+        If there is none, returns one of the last minute without a process, such as of a GPU that fell off the bus."""
         self._read()
         since = time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - _XID_SECONDS
         own = [text for named, _, text in self._xids if named == pid]
@@ -230,9 +227,9 @@ class KernelLog:
         for _ in range(_MOST_RECORDS if self._log >= 0 else 0):
             try:
                 record = os.read(self._log, 8192)
-            except BrokenPipeError:  # the oldest records were overwritten before they were read
+            except BrokenPipeError:  # the kernel overwrote records before they were read
                 continue
-            except OSError:  # no more at this time, or ever
+            except OSError:  # no more records now, or the log has become unreadable
                 return
             if not record:
                 return
@@ -242,7 +239,7 @@ class KernelLog:
 
 
 def refused() -> list[str]:
-    """Return why nothing can be launched on this host, one line each; empty if the system has all required features."""
+    """Return the required system features that this host lacks, as messages for the user; empty: it has all."""
     reasons = []
     if not os.path.exists("/proc/self/stat"):
         reasons.append("/proc is not mounted: it is needed to find a launch's processes and a worker's connections")
@@ -250,18 +247,18 @@ def refused() -> list[str]:
     for name, number in (("PR_GET_CHILD_SUBREAPER", 37), ("PR_GET_PDEATHSIG", 2)):
         if libc.prctl(number, result, 0, 0, 0) != 0:
             why = os.strerror(ctypes.get_errno())
-            reasons.append(f"prctl({name}) is refused ({why}), but needed to end a launch's processes: allow prctl")
+            reasons.append(f"prctl({name}) is refused ({why}), but recover-run ends processes by it: allow prctl")
     return reasons
 
 
 def open_files() -> int:
-    """Return how many files one process may open; see ``use_all_descriptors``."""
+    """Return how many files this process may open after ``use_all_descriptors``."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
 def longest_file() -> int | None:
-    """Return the limit of a file's size in bytes; None: no limit."""
+    """Return this process's limit for the size of a file, in bytes; None: no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return soft if soft != resource.RLIM_INFINITY else None
 
@@ -277,7 +274,7 @@ def shared_memory() -> int:
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """Limit of processes and threads. ``how``: text on how to raise it, with {} for the required number."""
+    """Limit for the number of processes and threads.  ``how``: how to raise it to the required number, {}."""
 
     name: str
     most: int
@@ -289,13 +286,13 @@ class TaskLimit:
 
 
 def task_limits(proc: Path = Path("/proc"), mounted: Path = CGROUPS) -> list[TaskLimit]:
-    """Return the limits of this process: of its user (not for root, or with its rights), and of its control groups."""
+    """Return the limits for processes and threads: of this process's user (root has none), and of its cgroups."""
     found = []
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most != resource.RLIM_INFINITY and not _unbounded(proc):
         found.append(TaskLimit("ulimit -u", most, _tasks_of(os.getuid(), proc), "run ulimit -u {} before recover-run"))
     for folder in control_groups("pids", proc / "self" / "cgroup", mounted):
-        with contextlib.suppress(OSError, ValueError):  # none here, or "max"
+        with contextlib.suppress(OSError, ValueError):  # the group has no limit ("max"), or no such file
             limit, used = (int((folder / name).read_text()) for name in ("pids.max", "pids.current"))
             how = "raise it to {0} (docker --pids-limit {0}, podPidsLimit in Kubernetes, TasksMax={0} of systemd)"
             found.append(TaskLimit(f"{folder}/pids.max", limit, used, how))
@@ -312,38 +309,38 @@ def _unbounded(proc: Path) -> bool:
 
 
 def _tasks_of(user: int, proc: Path) -> int:
-    """Return the number of processes and threads of a user that are visible here."""
+    """Return the number of threads, over all processes in ``proc``, of the user with uid ``user``."""
     count = 0
     for entry in proc.iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if entry.name.isdecimal() and entry.stat().st_uid == user:
                 count += len(os.listdir(entry / "task"))
     return count
 
 
 class Forked(Protocol):
-    """Owner of connections or threads that a forked process does not have or must not keep."""
+    """Owner of connections or threads that a forked process must close or does not have."""
 
     def close_in_child(self) -> None:
-        """Close descriptors in a forked process; called by its only thread. Must not wait for a lock."""
+        """Close this owner's descriptors in a forked process, in its only thread. Must not wait for a lock."""
 
 
 _known: weakref.WeakKeyDictionary[Forked, threading.Condition | None] = weakref.WeakKeyDictionary()
 _held: list[threading.Condition] = []
 _collects: list[bool] = []
-"""Stack with an entry for each fork in progress: whether this process collects garbage automatically."""
+"""Stack with an entry for each fork in progress: True if automatic garbage collection was on before the fork."""
 
 
 def close_in_children(owner: Forked, lock: threading.Condition | None = None) -> None:
-    """Call ``owner.close_in_child`` in every process forked from now on, as long as ``owner`` exists.
+    """Register ``owner``: every process forked later calls ``owner.close_in_child``, as long as ``owner`` exists.
 
-    ``lock``: held while this process forks, so that ``owner`` is consistent in the child. (The child must replace it.)
+    ``lock``: is locked during a fork, so that ``owner`` is consistent; ``close_in_child`` must replace it.
     """
     _known[owner] = lock
 
 
 def forget(owner: Forked) -> None:
-    """Forget an owner that is closed already. Harmless for an unknown one."""
+    """Remove the registration of ``owner`` after it was closed; does nothing if ``owner`` is not registered."""
     _known.pop(owner, None)
 
 
@@ -370,9 +367,9 @@ def _after_fork_in_child() -> None:
     _collects.clear()
     _held.clear()
     owners = list(_known)
-    _known.clear()  # a child of this process closes only what this one opens; an owner that is reset registers again
+    _known.clear()  # they are closed below; an owner that this process still uses registers again
     for owner in owners:
-        with contextlib.suppress(OSError):  # it was closed already: the others must be closed all the same
+        with contextlib.suppress(OSError):  # this owner was closed before the fork; close the other owners
             owner.close_in_child()
 
 
@@ -386,7 +383,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_K
 
 
 class Watch:
-    """Monitors connections, and shuts silent ones down; there is one instance per process."""
+    """Monitor that shuts down connections to hosts that acknowledge no data; a process has one instance."""
 
     def __init__(self) -> None:
         self._begin()
@@ -394,13 +391,13 @@ class Watch:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._since: weakref.WeakKeyDictionary[socket.socket, float | None] = weakref.WeakKeyDictionary()
-        """Connection -> time since which it seems silent; None: it does not."""
+        """Connection -> monotonic time, in seconds, since which it has been silent; None: it is not silent."""
         self._silent: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
     def watch(self, sock: socket.socket) -> None:
-        """Watch this connection from now on, until it is closed."""
-        with contextlib.suppress(OSError):  # it has ended already
+        """Monitor this connection until it is closed."""
+        with contextlib.suppress(OSError):  # the connection has ended
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -411,12 +408,12 @@ class Watch:
                 self._thread.start()
 
     def close_in_child(self) -> None:
-        """Reset, because a forked process lacks the thread, and does not watch its parent's connections."""
+        """Reset this monitor: a forked process lacks its thread, and must not check the parent's connections."""
         self._begin()
         close_in_children(self)
 
     def is_silent(self, sock: socket.socket) -> bool:
-        """Return whether ``sock`` was shut because its other host acknowledged nothing."""
+        """Return whether this monitor has shut ``sock`` down because the other host acknowledged no data."""
         with self._lock:
             return sock in self._silent
 
@@ -429,19 +426,22 @@ class Watch:
             last = now
 
     def look(self, now: float, *, late: bool) -> None:
-        """Check all connections; ``late``: this process or its host did not run for a while: discard old results."""
+        """Shut down the connections that have been silent for ``SECONDS`` at the monotonic time ``now``.
+
+        ``late``: True if this process did not run for a while; silence is then counted from ``now``.
+        """
         with self._lock:
             for sock, since in list(self._since.items()):
                 try:
                     silent = unacknowledged(sock) > INTERVAL
-                except OSError:  # it has been closed
+                except OSError:  # the connection has been closed
                     del self._since[sock]
                     continue
                 self._since[sock] = (since if since is not None and not late else now) if silent else None
                 if silent and now - (self._since[sock] or now) >= SECONDS:
                     del self._since[sock]
                     self._silent.add(sock)
-                    with contextlib.suppress(OSError):  # the other side has closed it already
+                    with contextlib.suppress(OSError):  # the connection has ended
                         sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,5 +1,4 @@
-"""Files in a run's log folder, written line by line. Standard library only.
+"""Formats of the files in a run's log folder that have one JSON object per line. Standard library only.
 
-The hooks and fault injection write these files, and the viewers (``report``, ``status``) read them. This package
-imports none of these users.
+The hooks and the fault injection write these files; ``report`` and ``status`` read them.
 """

@@ -2,11 +2,11 @@
 
     {"event": "plan", "time": 1700000000.123456, "worker": 3, "iteration": 7, "epoch": 2, "replicas": [0, 1, 3], ...}
 
-Training workers write events.jsonl, the coordinators events-0.jsonl and events-1.jsonl, fault injection from outside
-chaos.jsonl. All lines have ``event`` and ``time`` (unix seconds).
+Training workers write events.jsonl; the coordinators write events-0.jsonl and events-1.jsonl; the command
+``recover_megatron.chaos`` writes chaos.jsonl. All lines have ``event`` and ``time`` (unix seconds).
 
-After a host lost its power a line may be a block of NUL bytes or half of a sector, and on a network file system two
-writers' lines may be mixed. Readers leave such a spoiled line out (``line_objects``; ``Lines`` continues in any file).
+A *spoiled* line is no JSON object. After a host has lost its power, a line may be incomplete or a block of NUL bytes;
+on a network file system, lines of two writers may be mixed. Readers skip spoiled lines (``line_objects``, ``Lines``).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Event = dict[str, Any]
 
 
 class EventsFile:
-    """Writes events; several processes may write to one file. A failing disk does not block them (``log_writer``)."""
+    """Writer of events; several processes may write to one file. A failing disk does not block it (``log_writer``)."""
 
     def __init__(self, path: Path) -> None:
-        """Append to ``path``, which is opened, and its folder created, with the first event."""
+        """Append to ``path``; the first event creates its folder and opens it."""
         self._file = LogWriter(path, opening=self._open)
 
     def append(self, event: str, **fields: Any) -> None:
-        """Add one line with the present time. It is on the disk on return, if the disk works.
+        """Write one line, with the present time. If the disk works, the line is in the file when this returns.
 
-        One write to a file opened for appending: lines of several writers on one host never mix. A writer that is
-        killed leaves the complete line or nothing; rarely a part of it, which readers leave out.
+        A line is one write to a file opened for appending, so lines of several writers on one host never mix. If this
+        process is killed during the write, a part of the line may remain; readers skip it.
         """
         record = {"event": event, "time": round(time.time(), 6), **fields}
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
@@ -51,19 +51,18 @@ class EventsFile:
         self._file.settle()
 
     def close(self) -> None:
-        """Write the remaining events, as long as the disk accepts them, and accept no more events."""
+        """Write the events that are not in the file yet, if the disk accepts them; then close the file."""
         self._file.flush()
         self._file.close()
 
     def _open(self, path: Path) -> int:
-        """Open the file to append to it; called in the writer's thread.
+        """Open the file for appending; called in the writer's thread.
 
-        A writer that replaces a lost one remembers the last ``start`` in the file, since after a log rotation no other
-        writer can repeat that event. If the file cannot be read (no descriptor is left, it was moved), the event is
-        written all the same.
+        If this writer replaces a lost writer, it reads the file's last ``start`` event, so that it can repeat this
+        event after a log rotation. If the file cannot be read, this event is not repeated.
         """
         descriptor = open_to_append(path)
-        if not self._file.head and stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe may have no end
+        if not self._file.head and stat.S_ISREG(os.fstat(descriptor).st_mode):  # reading a pipe may block forever
             with suppress(OSError), open(path, "rb") as file:
                 starts = [line for line in file if line.startswith(_START) and line_object(line)]
                 self._file.head = self._file.head or b"".join(starts[-1:])
@@ -71,7 +70,7 @@ class EventsFile:
 
 
 def line_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in ``line``, after any NUL bytes; None for a spoiled line."""
+    """Return the JSON object in ``line``, or after its last NUL byte; None if it contains no JSON object."""
     try:
         value = json.loads(line[line.rfind(b"\0") + 1 :])
     except (ValueError, RecursionError):
@@ -80,10 +79,10 @@ def line_object(line: bytes) -> dict[str, Any] | None:
 
 
 def line_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number and the JSON object of each line; None for a spoiled line. Raises OSError.
+    """Yield (line number, JSON object) for each line; (line number, None) for a spoiled line. Raises OSError.
 
-    A line with NUL bytes yields None, and then the object after them, if any. A last line without newline and NUL
-    bytes is left out: it is being written, or was truncated. So is an empty line, which a writer may add.
+    For a line with NUL bytes, yields None, and then the object after the NUL bytes, if any. Skips empty lines, which a
+    writer may add, and a last line without newline or NUL bytes, which is being written or was truncated.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -96,9 +95,9 @@ def line_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def read_events(path: Path, spoiled: list[str] | None = None) -> Iterator[Event]:
-    """Yield the events of a file, in its order; none if there is no such file.
+    """Yield the events of a file, in its order; no events if the file does not exist.
 
-    ``spoiled`` receives the place of each line that is left out because it is no event.
+    Skips lines that are no events, and appends the text "file name:line number" for each to ``spoiled``.
     """
     try:
         for number, event in line_objects(path):
@@ -111,9 +110,9 @@ def read_events(path: Path, spoiled: list[str] | None = None) -> Iterator[Event]
 
 
 def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[list[Event], list[Event], list[Event]]:
-    """Return the events of a run's log folder: of workers, coordinators and chaos, each in order of time.
+    """Return the events in a run's log folder: those of the workers, the coordinators and chaos, each sorted by time.
 
-    An event of a coordinator gets the field ``file``, the name of its file. ``spoiled``: as in ``read_events``.
+    Adds the field ``file``, the file's name, to the events of coordinators. ``spoiled``: as in ``read_events``.
     """
     coordinators = [
         {**event, "file": path.name}
@@ -131,7 +130,10 @@ def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[lis
 
 
 class Lines:
-    """Reader of a file with one JSON object per line; each call continues after the last line read."""
+    """Reader of a growing file with one JSON object per line; each call of ``new`` continues after the last line read.
+
+    Skips spoiled lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,9 +141,9 @@ class Lines:
         self._file: tuple[int, int] | None = None
 
     def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file was replaced or truncated, and its new objects.
+        """Return whether the file was replaced or truncated since the last call, and the JSON objects of new lines.
 
-        ``upto``: parse only the part of each line before this text.
+        If it was, all its lines are new. ``upto``: cut each line off before this text, and close the JSON object there.
         """
         try:
             with open(self._path, "rb") as file:

@@ -4,10 +4,9 @@
      "seconds": 0.31, "time": 1700000000.123, "micro_batch_size": 4,
      "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]}}
 
-A step is good if its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`); a run is good
-if every iteration is present and good (`violations`). The number of microbatches of an iteration follows from the
-samples that it consumed, so a batch size that changes by design (ramp-up, a step schedule, another launch) is judged
-like a constant one.
+A step with M microbatches is good if the ids in ``microbatches``, over all replicas, are 0..M-1, each once
+(`audit_problem`). A run is good if every iteration is present and good (`violations`). M follows from the samples that
+the iteration consumed, so the batch size may change during a run, by ramp-up, a step schedule or another launch.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from recover_megatron.run_log.events import line_object, line_objects
 
 STEPS_FILE = "steps.jsonl"
 NOT_SHOWN = "not shown"
-"""Text that is in each sentence about iterations that cannot be judged."""
+"""Part of every sentence about iterations whose lines are missing; ``report`` searches sentences for it."""
 _BLOCK = 1 << 16
-"""Bytes of a file that are read at a time."""
+"""Number of bytes that one read of a file requests."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +35,33 @@ class StepRecord:
     iteration: int
     """Counted from 1."""
     loss: float | None
-    """The logged loss over the whole batch, all digits; None if the step was skipped (loss scaling)."""
+    """Loss over the complete batch, with all digits; None if the optimizer step was skipped (loss scaling)."""
     grad_norm: float | None
-    """Gradient norm before clipping; None if the step was skipped."""
+    """Gradient norm before clipping; None if the optimizer step was skipped."""
     consumed_samples: int
-    """Samples that the run has consumed, including this iteration."""
+    """Number of samples that the run has consumed, including this iteration."""
     epoch: int
     """Epoch (generation of the membership) in which the iteration was committed."""
     replicas: int
     """Number of replicas that counted microbatches."""
     seconds: float
-    """Time from the start of the iteration to the end of its optimizer step."""
+    """Duration of the iteration, from its start to the end of its optimizer step."""
     microbatches: Mapping[int, list[int]]
-    """Replica id -> the ids j whose gradients this replica accumulated."""
+    """Replica id -> the ids of the microbatches whose gradients this replica accumulated."""
     skipped: int = 0
-    """Number of iterations directly before this one that were left out on purpose (--iterations-to-skip)."""
+    """Number of iterations directly before this one that ``--iterations-to-skip`` left out."""
     skipped_samples: int | None = None
-    """Samples that the skipped iterations consumed; None if unknown, and in files of older versions."""
+    """Number of samples of the iterations counted in ``skipped``; None if unknown, and in files of older versions."""
     time: float | None = None
     """Unix seconds at the end of the iteration, by the writer's clock; None in files of older versions."""
     micro_batch_size: int | None = None
     """Micro batch size of the launch that ran the step; None in files of older versions."""
 
     def to_json(self) -> str:
-        """Return the step as a line without its end. The microbatches come last: ``Lines.new`` can omit them."""
+        """Return the step as a line of steps.jsonl, without the newline.
+
+        The microbatches come last, so that ``Lines.new(upto=...)`` can omit them.
+        """
         fields = asdict(self)
         if not self.skipped:
             del fields["skipped"]
@@ -74,7 +76,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Return the step of a line, the inverse of ``to_json``. Raises ValueError for anything else."""
+        """Return the step in a line that ``to_json`` has returned. Raises ValueError for any other line."""
         try:
             return cls.from_fields(json.loads(line))
         except (AttributeError, KeyError, TypeError) as error:
@@ -82,16 +84,19 @@ class StepRecord:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> StepRecord:
-        """Return the step of a line's object. Raises AttributeError, KeyError, TypeError or ValueError."""
+        """Return the step in the JSON object of a line; removes ``microbatches`` from ``fields``.
+
+        Raises AttributeError, KeyError, TypeError or ValueError if the object is no step.
+        """
         microbatches = {int(replica): list(ids) for replica, ids in fields.pop("microbatches").items()}
         return cls(microbatches=microbatches, **fields)
 
 
 def audit_problem(step: StepRecord) -> str | None:
-    """Return the problem with the microbatches of a step, as text; None if each of 0..M-1 was counted exactly once.
+    """Return the problem with the microbatch ids of a step, as text; None if each id 0..M-1 was counted exactly once.
 
-    The line does not contain M, so M is taken from the highest id: whether the last ids are missing shows only in a
-    comparison with the consumed samples (`violations`).
+    The line does not contain M, so M is the highest id plus 1. Missing ids at the end are found only by comparison with
+    the consumed samples (`violations`).
     """
     counted = sorted(j for ids in step.microbatches.values() for j in ids)
     twice = sorted({a for a, b in pairwise(counted) if a == b})
@@ -104,10 +109,9 @@ def audit_problem(step: StepRecord) -> str | None:
 
 
 def read_steps(path: Path, spoiled: dict[str, int] | None = None) -> Iterator[StepRecord]:
-    """Yield the steps in their order, without a last line that a crash has cut.
+    """Yield the steps of a file, in its order; skips lines that are no steps, and an incomplete last line.
 
-    ``spoiled`` receives the place of each line that is left out because it is no step, with the last iteration before
-    it.
+    ``spoiled``: for each skipped line, gets "file name:line number" -> the iteration of the step before that line.
     """
     last = 0
     for number, fields in line_objects(path):
@@ -122,7 +126,10 @@ def read_steps(path: Path, spoiled: dict[str, int] | None = None) -> Iterator[St
 
 
 class StepsFile:
-    """Writes steps.jsonl. A failing disk blocks no caller (``log_writer``); a working one has a line after `append`."""
+    """Writer of steps.jsonl. If the disk works, a line is in the file when `append` returns.
+
+    A failing disk does not block the caller (``log_writer``).
+    """
 
     def __init__(
         self,
@@ -131,16 +138,16 @@ class StepsFile:
         may_write: Callable[[], bool] = lambda: True,
         since_epoch: int | None = None,
     ) -> None:
-        """Continue ``path`` with the line of ``first_iteration``; None: after the last line of a lost writer.
+        """Continue the file ``path`` with the line of ``first_iteration``; None: after the last line of a lost writer.
 
-        ``since_epoch``: the run rolled back without a restart, in this epoch. Lines of this epoch or a later one
-        belong to the repeated iterations, and are kept.
+        ``since_epoch``: epoch in which the run rolled back without a restart. If the last line has this epoch or a
+        later one, another writer has continued the file since the rollback, and all lines are kept.
 
-        ``may_write`` is called before each line, in the writer's thread, where it may wait: False drops the line.
+        ``may_write``: called before each line, in the writer's thread, where it may wait; False drops the line.
 
-        Lines of an earlier run that reached ``first_iteration`` or further are superseded (this run resumed from a
-        checkpoint, or started again): the old file is kept as path.1, path.2, ..., and the new one begins with the
-        lines that remain valid. A line that a writer left unfinished is cut off.
+        Lines of ``first_iteration`` or later iterations are superseded, because this run resumed from a checkpoint or
+        started again. Then the old file is kept as path.1, path.2, ..., and the new file begins with the valid lines.
+        An incomplete last line is cut off.
         """
         self._first = first_iteration
         self._since_epoch = since_epoch
@@ -150,7 +157,7 @@ class StepsFile:
         self._file = LogWriter(path, opening=self._open)
 
     def append(self, step: StepRecord) -> None:
-        """Add one line, unless the file already had a line of this or a later iteration."""
+        """Write the line of ``step``, unless the file had a line of this or a later iteration when it was opened."""
         self.append_line(step.iteration, step.to_line())
 
     def append_line(self, iteration: int, line: bytes) -> None:
@@ -158,21 +165,24 @@ class StepsFile:
         self._file.settle()
 
     def flush(self) -> bool:
-        """Wait for the disk, for a bounded time. Return whether all lines are written."""
+        """Wait a bounded time until all lines are in the file. Return whether they are."""
         return self._file.flush()
 
     def close(self) -> None:
-        """Write the remaining lines, as long as the disk accepts them, and accept no more lines."""
+        """Write the lines that are not in the file yet, if the disk accepts them; then close the file."""
         self._file.flush()
         self._file.close()
 
     def give_up(self) -> None:
-        """Discard unwritten lines: another worker writes from now on."""
+        """Discard the lines that are not in the file yet, and close the file: another worker is now the writer."""
         self._file.discard()
         self._file.close()
 
     def _open(self, path: Path) -> int:
-        """Open the file, in the writer's thread. The cost does not grow with the file, unless lines are superseded."""
+        """Open the file, in the writer's thread; replace it by a new one if some of its lines are superseded.
+
+        Reads the complete file only in this case.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -183,30 +193,30 @@ class StepsFile:
                     os.close(old)
             end, size = _end_of_lines(descriptor), os.fstat(descriptor).st_size
             if b"\0" in _read(descriptor, end, size):
-                os.write(descriptor, b"\n")  # lines were lost there, which readers must see
+                os.write(descriptor, b"\n")  # end the spoiled line, so that readers see that lines were lost
             elif end < size:
                 os.ftruncate(descriptor, end)
             self._last = read_last(descriptor)
         except OSError:
             os.close(descriptor)
             raise
-        self._first = None  # when opened again, it has lines of this run
+        self._first = None  # if the file is opened again, its lines are of this run
         return descriptor
 
     def _has_gone_back(self, descriptor: int) -> bool:
-        """Return whether another writer has written here since the run rolled back."""
+        """Return whether another writer has written to this file since the run rolled back."""
         return self._since_epoch is not None and _last_field(descriptor, "epoch") >= self._since_epoch
 
 
 def microbatches_per_iteration(steps: Sequence[StepRecord]) -> int:
-    """Return the largest M that the steps show: one more than the highest id counted in any of them."""
+    """Return the highest microbatch id in ``steps``, plus 1."""
     return 1 + max((j for step in steps for ids in step.microbatches.values() for j in ids), default=-1)
 
 
 def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
-    """Return the micro batch size that follows from most of the steps that do not record it.
+    """Return the micro batch size computed from the steps that do not record it; None if no step determines it.
 
-    None if it follows from no step (a single line, a bad run).
+    If steps differ, returns the most frequent size.
     """
     sizes: Counter[int] = Counter()
     for before, step in pairwise(steps):
@@ -220,10 +230,10 @@ def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
 
 
 def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list[str]:
-    """Return the problems, a sentence each, in the order of the iterations; empty: the invariant was kept.
+    """Return all violations of the invariant in ``steps``, one sentence each, in order; empty: there are none.
 
-    ``expected`` is M if it is known and constant. Without it M follows from the samples that an iteration consumed; for
-    the first line, which has no line before it, from its own ids. A missing iteration is a problem, too.
+    A missing iteration is a violation, too. ``expected``: number of microbatches of every iteration; None: it is
+    computed from the samples that the iteration consumed, and for the first step from the step's ids.
     """
     return list(_violations(steps, expected))
 
@@ -237,7 +247,7 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
         consumed = step.consumed_samples - before.consumed_samples
         if step.skipped_samples is not None:
             consumed -= step.skipped_samples
-        elif consumed % (1 + step.skipped) == 0:  # equally many in each iteration, unless the batch grows
+        elif consumed % (1 + step.skipped) == 0:  # assume that all these iterations had the same batch size
             consumed //= 1 + step.skipped
         total = microbatches_per_iteration([step]) if expected is None else expected
         if (first := before.iteration + 1) <= (last := step.iteration - 1 - step.skipped):
@@ -245,7 +255,7 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
         elif step.iteration != before.iteration + 1 + step.skipped:
             yield f"iteration {step.iteration} follows iteration {before.iteration} in steps.jsonl"
         elif size is None:
-            # No line fits its own samples: ids are missing everywhere.
+            # No step of the file determines the micro batch size.
             yield f"iteration {step.iteration}: {consumed} samples do not match the counted microbatches"
         elif consumed % size:
             yield f"iteration {step.iteration}: {consumed} samples are not a whole number of microbatches of {size}"
@@ -257,7 +267,7 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
 
 
 def not_shown(first: int, last: int | None) -> str:
-    """Return the sentence on iterations whose lines are missing; ``last`` None: their number is unknown."""
+    """Return the sentence that the lines of iterations ``first`` to ``last`` are missing; None: last one unknown."""
     if last is None:
         which = f"iterations after {first - 1} are"
     else:
@@ -266,7 +276,7 @@ def not_shown(first: int, last: int | None) -> str:
 
 
 def _counts(step: StepRecord, total: int) -> Iterator[str]:
-    """Yield the problems with the ids of a step that has ``total`` microbatches."""
+    """Yield the problems with the microbatch ids of a step, which should be 0..total-1."""
     counted = {j for ids in step.microbatches.values() for j in ids}
     if problem := audit_problem(step):
         yield problem
@@ -290,27 +300,27 @@ def read_last(descriptor: int) -> int:
 
 
 def _last_field(descriptor: int, name: str) -> int:
-    """Return a number of the last complete line, 0 if there is none. Raises OSError."""
+    """Return the number in field ``name`` of the last complete line; 0 if there is none. Raises OSError."""
     end = _end_of_lines(descriptor)
     while end:
         start = _before(descriptor, end - 1)
         if (found := _number(_read(descriptor, start, end), name)) is not None:
             return found
-        end = start  # a spoiled line: read the one before it
+        end = start  # skip a spoiled line
     return 0
 
 
 def _first_at_least(descriptor: int, iteration: int) -> int:
-    """Return the offset of the first line with ``iteration`` or a later one, or the end of the last complete line.
+    """Return the offset of the first line whose iteration is at least ``iteration``, by binary search.
 
-    Binary search. Raises OSError.
+    If there is none, returns the offset of the end of the last complete line. Raises OSError.
     """
-    low, high = 0, _end_of_lines(descriptor)  # both are beginnings of lines, or the end
+    low, high = 0, _end_of_lines(descriptor)  # each is the start of a line, or the end of the lines
     place = high
     while low < high:
         middle = end = _before(descriptor, (low + high) // 2)
         found = None
-        while found is None and end < high:  # a spoiled line: read the one after it
+        while found is None and end < high:  # skips spoiled lines
             start, end = end, _after(descriptor, end, high)
             found = _number(_read(descriptor, start, end), "iteration")
         if found is not None and found < iteration:
@@ -322,7 +332,10 @@ def _first_at_least(descriptor: int, iteration: int) -> int:
 
 
 def _begin_new_file(path: Path, descriptor: int, end: int) -> int:
-    """Keep the file as path.1, ...; return the descriptor of a new one with ``end`` bytes of it. Raises OSError."""
+    """Keep the old file as path.1, path.2, ..., and create a new file with its first ``end`` bytes.
+
+    ``descriptor``: of the old file. Returns the descriptor of the new file. Raises OSError.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     other = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -335,7 +348,7 @@ def _begin_new_file(path: Path, descriptor: int, end: int) -> int:
         while (old := path.with_name(f"{path.name}.{number}")).exists():
             number += 1
         try:
-            os.link(path, old)  # so that there is a steps.jsonl at any time
+            os.link(path, old)  # a link keeps steps.jsonl present at all times
         except OSError:
             os.rename(path, old)
         os.replace(temporary, path)
@@ -346,7 +359,7 @@ def _begin_new_file(path: Path, descriptor: int, end: int) -> int:
 
 
 def _before(descriptor: int, offset: int) -> int:
-    """Return the start of the line that contains ``offset``: after the last line end before ``offset``, or 0."""
+    """Return the offset after the last newline before ``offset``; 0 if there is no newline."""
     while offset > 0:
         start = max(0, offset - _BLOCK)
         found = _read(descriptor, start, offset).rfind(b"\n")
@@ -357,7 +370,7 @@ def _before(descriptor: int, offset: int) -> int:
 
 
 def _after(descriptor: int, offset: int, end: int) -> int:
-    """Return the offset behind the first line end from ``offset`` on, or ``end``."""
+    """Return the offset after the first newline in offset:end; ``end`` if there is no newline."""
     while offset < end:
         block = _read(descriptor, offset, min(end, offset + _BLOCK))
         found = block.find(b"\n")

@@ -1,4 +1,4 @@
-"""recover-tools: files and scripts that ship with the package, wherever it is installed.
+"""recover-tools: access to the files and scripts that are shipped with the installed package.
 
 recover-tools                        list the shipped files and their folders
 recover-tools corpus [OPTIONS]       create a small corpus to train on, in data/corpus
@@ -21,17 +21,17 @@ from recover_megatron import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COPIED = {"slurm": "scripts/slurm", "examples": "examples", "patches": "patches", "docs": "docs"}
-"""Folder below ``root`` of each name that ``copy`` accepts."""
+"""Name that ``copy`` accepts -> folder below ``root()``."""
 RUN = {
     "corpus": [sys.executable, "scripts/prepare_corpus.py"],
     "patch": ["bash", "scripts/apply_patches.sh"],
     "gpu-checks": ["bash", "scripts/gpu_checks.sh"],
 }
-"""Interpreter and script of each command."""
+"""Command -> interpreter and script."""
 
 
 def root() -> Path:
-    """Return the folder that has the shipped files: in the installed package, or the root of the source tree."""
+    """Return the folder with the shipped files: in an installed package ``shipped``, otherwise the source tree."""
     shipped = PACKAGE / "shipped"
     return shipped if shipped.is_dir() else PACKAGE.parent
 
@@ -39,7 +39,7 @@ def root() -> Path:
 def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
     """Return the words of the command line that runs the script of ``command`` with ``arguments``."""
     interpreter, script = RUN[command]
-    # The script's own default for --out is a folder of the source tree, which may be read-only.
+    # Without --out, the script would write into the package's folder, which may be read-only.
     default = ["--out", "data/corpus"] if command == "corpus" else []
     return [interpreter, str(files / script), *default, *arguments]
 
@@ -67,12 +67,15 @@ def copy(name: str, folder: Path, files: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 if it failed.  A command of ``RUN`` replaces this process by its script."""
+    """Run a command of recover-tools; return the exit status, 0 or 2.
+
+    For a command in ``RUN``, the script replaces this process.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     files = root()
     if given and given[0] in RUN:
         words = words_of(given[0], given[1:], files)
-        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # not a .venv, which may have another torch
+        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # instead of a .venv with perhaps another torch
         sys.stdout.flush()
         os.execvp(words[0], words)
     parser = argparse.ArgumentParser(

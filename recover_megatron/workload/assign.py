@@ -1,15 +1,17 @@
-"""The microbatches that each replica runs.
+"""Assignment of an iteration's microbatches to the replicas.
 
-Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 = replicas * inner ranks data-parallel
+The microbatches of an iteration have the ids 0..total-1.  At launch there are D0 = replicas * inner ranks data-parallel
 ranks, and stock Megatron deals the ids round-robin: j = n * D0 + r is the n-th microbatch of rank r.  A replica has
-``inner_ranks`` of these ranks; rank r is inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``.  A replica has
-one inner rank, unless experts are spread over data-parallel ranks; then its inner ranks run in lock-step: all run their
-n-th microbatch at the same time, and these microbatches share the experts.  So ids are given to another replica in rows
-of ``inner_ranks`` consecutive ids: the same microbatches share the experts as in a failure-free run.
+``inner_ranks`` of these ranks; rank r is inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``.
+
+A replica has several inner ranks only if experts are spread over data-parallel ranks.  The inner ranks of a replica run
+in lock-step: all run their n-th microbatch at the same time, and these microbatches share the experts.  So ids are
+given to another replica in rows of ``inner_ranks`` consecutive ids.  Then the same microbatches share the experts as in
+a failure-free run.
 
 An interleaved pipeline schedule sends a *group* of microbatches through a stage's first chunk of layers, then the same
-group through its second chunk, and so on; then comes the next group.  The last group may be smaller than the others,
-but no group may be smaller than ``stages``:
+group through the stage's second chunk, and so on; then comes the next group.  The last group may be smaller than the
+other groups, but no group may be smaller than ``stages``:
 
     8 microbatches on 4 stages in groups of 4:   4, 4
     9 microbatches                          4:   4, 4, 1   refused: the last group is too small
@@ -29,10 +31,10 @@ def assign(
 ) -> dict[int, list[list[int]]]:
     """Return the ids of an iteration: replica -> inner rank -> ids in running order; each of 0..total-1 exactly once.
 
-    ``counts``: number of microbatches of each replica, over all its inner ranks (see `quotas`).  A replica first runs
-    the ids that it has in a failure-free run, as many as its count allows; then some of the remaining ids, which are
-    dealt in ascending order, a row to each replica in turn.  ``launch_replicas``: number of replicas at launch; if all
-    have equal counts, the result is that of a failure-free run.
+    ``counts``: replica -> number of microbatches, over all inner ranks of the replica (see `quotas`).  A replica first
+    gets the ids that it has in a failure-free run, as many as its count allows.  The remaining ids are then dealt in
+    ascending order, a row to each replica in turn.  ``launch_replicas``: number of replicas at launch.  If all these
+    replicas are live and have equal counts, the result is the same as in a failure-free run.
 
     Raises ValueError if counts are not multiples of ``inner_ranks`` or do not sum to ``total``, or the total is no
     multiple of the number of data-parallel ranks at launch.
@@ -41,7 +43,7 @@ def assign(
     _check_inner_ranks(inner_ranks)
     ranks = launch_replicas * inner_ranks
     if launch_replicas < 1 or total < 0 or total % ranks:
-        raise ValueError(f"{total} microbatches cannot be dealt to {launch_replicas} x {inner_ranks} inner ranks")
+        raise ValueError(f"{total} microbatches cannot be dealt equally to {launch_replicas} replicas x {inner_ranks}")
     _check_counts(ids, counts, inner_ranks)
     if sum(counts[replica] for replica in ids) != total:
         raise ValueError(f"the counts {dict(counts)} do not sum to {total}")
@@ -70,11 +72,11 @@ def reassign(
     speeds: Mapping[int, float] | None = None,
     least: int = 1,
 ) -> dict[int, list[list[int]]]:
-    """Share out the ``lost`` ids, each once; return replica -> inner rank -> ids in running order.
+    """Share out the ids of ``lost`` microbatches; return replica -> inner rank -> ids in running order.
 
-    Minimises the time at which the last replica finishes, max((load + share) / speed).  ``load``: number of
-    microbatches that each replica runs before its share, over all its inner ranks (default: 0); ``speeds``: as in
-    `quotas`.  Each share is a multiple of ``inner_ranks`` and at least ``least``, or empty.
+    Minimises the time at which the last replica finishes, max((load + share) / speed).  ``load``: replica -> number of
+    microbatches that it runs before its share, over all its inner ranks (default: 0).  ``speeds``: as in `quotas`.
+    Each share is empty, or a multiple of ``inner_ranks`` and at least ``least`` microbatches.
 
     Raises ValueError if there are no replicas, an id is repeated, a load is negative, or the number of ids is no
     multiple of ``inner_ranks`` or too small for one replica.
@@ -94,7 +96,10 @@ def reassign(
 
 
 def _deal(ids: Sequence[int], inner_ranks: int, rows: Mapping[int, int], shares: Mapping[int, list[list[int]]]) -> None:
-    """Add ``ids`` to ``shares`` in rows of ``inner_ranks``: a row to each replica in turn until it has its ``rows``."""
+    """Add ``ids`` to ``shares``: a row of ``inner_ranks`` ids to each replica in turn.
+
+    ``rows``: replica -> number of rows that it gets.
+    """
     turns = sorted((turn, replica) for replica, count in rows.items() for turn in range(count))
     for number, (_, replica) in enumerate(turns):
         for inner_rank, j in enumerate(ids[number * inner_ranks : (number + 1) * inner_ranks]):
@@ -110,7 +115,7 @@ def _check_counts(ids: Sequence[int], counts: Mapping[int, int], inner_ranks: in
     if missing := [replica for replica in ids if replica not in counts]:
         raise ValueError(f"no count for the replicas {missing}")
     if bad := {replica: counts[replica] for replica in ids if counts[replica] < 0 or counts[replica] % inner_ranks}:
-        raise ValueError(f"the counts {bad} are no multiples of {inner_ranks} inner ranks")
+        raise ValueError(f"the counts {bad} are negative, or no multiples of {inner_ranks}, the number of inner ranks")
     if stray := sorted(replica for replica, count in counts.items() if count and replica not in ids):
         raise ValueError(f"counts for unknown replicas: {stray}")
 
@@ -122,10 +127,11 @@ def runs(count: int, stages: int, group: int) -> bool:
 
 
 def group_size(count: int, stages: int, usual: int) -> int:
-    """Return the group size for ``count`` microbatches on ``stages`` stages; ``usual``: the user's group size.
+    """Return the group size for ``count`` microbatches on ``stages`` stages.
 
-    If the usual size is not possible, it is the largest possible size below, else the smallest possible size above the
-    usual size.  Raises ValueError if there are fewer microbatches than stages.
+    Returns ``usual``, the user's group size, if the schedule can run with it; otherwise the largest possible smaller
+    size; if there is none, the smallest possible larger size.  Raises ValueError if there are fewer microbatches than
+    stages.
     """
     if not 1 <= stages <= count:
         raise ValueError(f"an interleaved schedule of {stages} stages cannot run {count} microbatches")

@@ -1,14 +1,15 @@
 """Failure domains: workers that may be lost at once, the placement of copies, and the cost of losing a node.
 
-A domain is a unit that fails at once: a node, the nodes of a rack or behind a switch.  A worker is in several, nested
-domains; a replica *touches* every domain that contains any of its workers, and breaks if that domain is lost.
+A domain is hardware that fails at once: a node, the nodes of a rack, or the nodes behind a switch.  A worker is in
+several, nested domains.  A replica *touches* every domain that contains any of its workers, and breaks if one of these
+domains is lost.
 
     ring, two replicas a node     r0 (a)   r1 (a)   r2 (b)   r3 (b)
-    stride 1                      node a has the shards of r0 and the copy of these shards on r1: both are lost with it
-    stride 2                      r0's copy is on r2, r1's on r3: whichever node is lost, each unit has a live holder
+    stride 1                      r1 has the copy of r0's shards: if node a is lost, both are lost
+    stride 2                      r2 has the copy of r0's shards, r3 of r1's: no single node has both copies of a shard
 
-The cost of losing each domain of a launch is known before the start, from sizes and names alone (``domain_losses``).
-``drain`` decides whether the run can do without a node, and which replicas leave with it.
+``domain_losses`` computes the cost of losing each domain before the launch, from sizes and names alone.  ``drain``
+decides which nodes the run can do without.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ Touched = Mapping[int, frozenset[str]]
 """Worker -> the domains that its replica touches."""
 
 _MOST_STRIDES = 64
-"""Greatest number of small strides that are tried, in addition to strides that lead out of a domain of neighbours."""
+"""All strides up to this number are tried, and a few larger strides that lead out of a domain of neighbours."""
 
 
 def names(node: str, domain: str, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the domains of a worker, with names unique to each level: its node, the user's domains, SLURM's switches.
+    """Return the names of a worker's domains: its node; then the user's domains or, if none is given, SLURM's switches.
 
-    ``domain``: names separated by commas; empty: none given.  With a topology plugin, SLURM sets the path to a node:
-    ``SLURM_TOPOLOGY_ADDR`` "s0.s4.tux3", described by ``SLURM_TOPOLOGY_ADDR_PATTERN`` "switch.switch.node" (srun
-    manual, "OUTPUT ENVIRONMENT VARIABLES").
+    Each name starts with the kind of domain.  ``domain``: the user's names, separated by commas; empty: none given.
+    With a topology plugin, SLURM sets ``SLURM_TOPOLOGY_ADDR`` to the path to the node, for example "s0.s4.tux3", and
+    ``SLURM_TOPOLOGY_ADDR_PATTERN`` to the kinds on that path, "switch.switch.node" (srun manual, "OUTPUT ENVIRONMENT
+    VARIABLES").
     """
     found = [f"node {node}"] if node else []
     found += [f"domain {name.strip()}" for name in domain.split(",") if name.strip()]
@@ -45,7 +47,7 @@ def names(node: str, domain: str, environment: Mapping[str, str]) -> tuple[str, 
 
 
 def touched_by(replicas: Iterable[Sequence[int]], domains: Mapping[int, Sequence[str]]) -> dict[int, frozenset[str]]:
-    """Return the domains that each worker's replica touches; ``domains``: by worker."""
+    """Return worker -> the domains that its replica touches; ``domains``: worker -> the worker's domains."""
     found: dict[int, frozenset[str]] = {}
     for workers in replicas:
         found |= dict.fromkeys(workers, frozenset(name for worker in workers for name in domains.get(worker, ())))
@@ -53,26 +55,27 @@ def touched_by(replicas: Iterable[Sequence[int]], domains: Mapping[int, Sequence
 
 
 def stride_of(ring: Sequence[int], touched: Touched, copies: int, before: int = 1) -> int:
-    """Return the stride (distance between copies of a unit in the ring) with the fewest domains that have all copies.
+    """Return the best stride: the distance, in the ring, between the copies of a unit of the optimizer state.
 
-    If several strides are equally good, returns the smallest, since a finished sum is sent over that distance; but
-    ``before``, the present stride, is kept if it is as good, since a change moves every copy.
+    With the best stride the fewest domains have all copies of a unit.  If several strides are equally good, returns
+    ``before``, the present stride, if it is one of them, since a change moves every copy; otherwise the smallest, since
+    a finished sum is sent over that distance.
     """
     return _best(ring, touched, copies, before)[0]
 
 
 def fewest_shared(ring: Sequence[int], touched: Touched, copies: int) -> int:
-    """Return the number of domains with all copies of a unit, summed over the units, for the best stride.
+    """Return, for the best stride, the number of pairs (unit, domain that has all copies of this unit).
 
-    Domains of all workers are not counted.
+    Does not count domains that contain all workers.
     """
     return _best(ring, touched, copies, 1)[1]
 
 
 def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tuple[int, int]:
-    """Return the best stride, and the sum over units of the number of domains that have all copies of a unit."""
+    """Return the best stride, and its number of pairs (unit, domain that has all copies of this unit)."""
     size, copies = len(ring), min(copies, len(ring))
-    everywhere = frozenset.intersection(*(touched[worker] for worker in ring))  # no stride helps against their loss
+    everywhere = frozenset.intersection(*(touched[worker] for worker in ring))  # domains that contain all workers
     apart = [touched[worker] - everywhere for worker in ring]
     if copies < 2:
         return 1, _shared(apart, copies, 1)
@@ -91,7 +94,7 @@ def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tu
 
 
 def _shared(apart: Sequence[frozenset[str]], copies: int, stride: int, enough: float = inf) -> int:
-    """Return the number of domains that contain all copies of a unit, summed over the units; stops at ``enough``."""
+    """Return the number of pairs (unit, domain that has all copies of this unit); stop counting at ``enough``."""
     size, total = len(apart), 0
     for at in range(size):
         common = apart[at]
@@ -112,10 +115,10 @@ Replicas = tuple[tuple[int, ...], ...]
 def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, expert_tensor: int) -> int:
     """Return the number of Megatron's data-parallel ranks in one replica (the fault unit).
 
-    Without experts spread over data-parallel ranks it is 1.  With them a replica is the smallest set of workers closed
-    under both kinds of groups: dense ones take ``tensor * context`` neighbouring workers of a pipeline stage, expert
-    ones ``expert_tensor * expert`` (Megatron's default order, tp-cp-ep-dp-pp), so the closed set is their least common
-    multiple.
+    The number is 1 unless experts are spread over data-parallel ranks.  If they are, a replica is the smallest set of
+    workers closed under dense groups and expert groups.  In Megatron's default order, tp-cp-ep-dp-pp, a dense group is
+    ``tensor * context`` neighbouring workers of a pipeline stage, an expert group ``expert_tensor * expert``.  So the
+    closed set has the least common multiple of these sizes.
 
     >>> data_parallel_ranks_per_replica(tensor=2, context=1, expert=4, expert_tensor=1)
     2
@@ -127,9 +130,10 @@ def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, e
 def replicas_of(
     world: int, *, tensor: int, context: int, pipeline: int, inner_ranks: int, pipeline_before_data: bool = False
 ) -> Replicas:
-    """Return the replicas of Megatron's rank order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with ``pipeline_before_data``.
+    """Return the ranks of each replica, for Megatron's rank order tp-cp-ep-dp-pp.
 
-    Raises ValueError if the sizes do not fill the world.
+    ``pipeline_before_data``: for the order tp-cp-ep-pp-dp.  Raises ValueError if ``world`` is no multiple of a
+    replica's size.
 
     >>> replicas_of(8, tensor=2, context=1, pipeline=2, inner_ranks=1)
     ((0, 1, 4, 5), (2, 3, 6, 7))
@@ -137,7 +141,7 @@ def replicas_of(
     inner = tensor * context
     ranks, rest = divmod(world, inner * pipeline)
     if rest or ranks % inner_ranks:
-        raise ValueError(f"{world} workers cannot hold replicas of {inner} x {pipeline} x {inner_ranks}")
+        raise ValueError(f"{world} workers cannot form replicas of {inner} x {pipeline} x {inner_ranks} workers")
 
     def worker(data: int, stage: int, at: int) -> int:
         if pipeline_before_data:
@@ -157,13 +161,13 @@ def replicas_of(
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a training that determine the cost of a loss: sizes as in Megatron's flags."""
+    """Settings of a training that determine the cost of a loss; ``tensor``, ``context``, ``pipeline``: group sizes."""
 
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     inner_ranks: int = 1
-    """Data-parallel ranks of a replica."""
+    """Number of data-parallel ranks in a replica."""
     pipeline_before_data: bool = False
     experts: bool = False
     """True if expert columns differ from the columns of dense parameters."""
@@ -173,11 +177,11 @@ class Training:
     """True if the optimizer state is spread over the replicas (``--use-distributed-optimizer``)."""
     shadows: int = 1
     instances: int = 1
-    """Instances of the distributed optimizer: the number of workers that have each part."""
+    """Number of instances of the distributed optimizer: so many workers have each shard."""
     memory: bool = False
-    """True if snapshots of the states are kept in the memory of other nodes (``workload.snapshots``)."""
+    """True if the run keeps snapshots of its state in the memory of other nodes (``workload.snapshots``)."""
     checkpoint: bool = False
-    """True if the run goes back to a checkpoint in place when the state is lost and there is no snapshot."""
+    """True if the run rolls back to a checkpoint when the state is lost and no snapshot exists."""
     across: bool = False
     """True if a tensor-parallel group may span nodes."""
     blocks: bool = True
@@ -196,35 +200,38 @@ class Loss:
     whole: int
     """Number of replicas that continue or, if the state is lost, roll back; 0: none."""
     later: int
-    """Number of replicas once all remaining workers have formed new ones, with models rebuilt where necessary."""
+    """Number of replicas after the remaining workers have formed new replicas, some of them with rebuilt models."""
     lost: str
-    """Lost part of the state, as text; empty: no state is lost."""
+    """Part of the state that is lost with the domain, as text; empty: no state is lost."""
     back: str = ""
     """State to which ``whole`` replicas roll back: ``SNAPSHOTS`` or ``CHECKPOINT``; empty: no rollback."""
     waits: bool = False
-    """True if there is such a state, but the remaining workers are too few for a replica, so they wait for others."""
+    """True if a snapshot or checkpoint exists, but too few workers remain for a replica: they wait for more workers."""
 
 
 SNAPSHOTS, CHECKPOINT = "snapshots in memory", "the newest checkpoint"
 
 
 def on_nodes(world: int, per_node: int, more: Sequence[Sequence[str]] = ()) -> list[tuple[str, ...]]:
-    """Return the domains of each rank, with ``per_node`` ranks on a node: "node 0", ..., and the node's in ``more``."""
+    """Return the domains of each rank: "node N" for its node N, then the further domains ``more[N]`` of this node.
+
+    ``per_node``: number of ranks on a node.
+    """
     nodes = [(f"node {n}", *(more[n] if n < len(more) else ())) for n in range(-(-world // per_node))]
     return [nodes[rank // per_node] for rank in range(world)]
 
 
 def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: int = 0) -> list[Loss]:
-    """Return the cost of losing each domain, in the order of ranks.
+    """Return the cost of losing each domain; the domains are in the order in which the workers name them.
 
     ``domains``: for each worker, its domains, the node first; the last ``spares`` workers are spares.
 
-    Replicas with a worker in the domain are broken; their other workers wait as orphans.  Complete replicas continue if
-    together they hold the complete optimizer state.  If none is complete, orphans begin again, if every position has an
-    orphan left that holds all of its position's state.  Otherwise the state is lost with the domain, and all remaining
-    workers roll back, if there is a snapshot or checkpoint.
+    A replica with a worker in the lost domain is broken, and its other workers become orphans.  The complete replicas
+    continue if together they hold the complete optimizer state.  If no replica is complete, orphans form new replicas,
+    provided that an orphan with the position's complete state is left at every position.  Otherwise the state is lost,
+    and all remaining workers roll back to a snapshot or checkpoint, if one exists.
 
-    Raises ValueError if the sizes do not fill the world.
+    Raises ValueError if the number of workers without the spares is no multiple of a replica's size.
     """
     replicas = replicas_of(
         len(domains) - spares,
@@ -242,7 +249,7 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
         for name, number in Counter(name for worker in column for name in domains[worker]).items():
             most[name] = max(most[name], number)
             gone[name] += number == len(replicas)
-    # Workers of broken replicas miss the step's update, so their shards do not count.
+    # Workers of broken replicas miss the optimizer update of the step, so their shards do not count as copies.
     shared = (
         frozenset.intersection(*(touched[replicas[at][0]] for at in each))
         for each in _copies(training, replicas, touched)
@@ -254,7 +261,7 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
     for name, there in workers.items():
         left, whole, lost = len(domains) - there, len(replicas) - broken[name], ""
         if not left:
-            whole, lost = 0, "every worker is in it"
+            whole, lost = 0, "every worker is in this domain"
         elif name in without_state:
             whole, lost = 0, "all copies of some shards"
         elif not whole:
@@ -271,9 +278,9 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
 
 
 def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[frozenset[int]]:
-    """Return the sets of replicas that hold copies of one part of a spread optimizer state.
+    """Return, for each part of a spread optimizer state, the set of replicas that hold a copy of the part.
 
-    Columns are in the order of `workload.grid.ring_order`.
+    Orders the workers of a column as `workload.grid.ring_order` does.
     """
     if not training.spread:
         return set()
@@ -291,7 +298,7 @@ def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[fro
     for positions in every:
         column = [workers[position] for position in positions for workers in replicas]
         if training.instances == 1 and len(column) in known:
-            continue  # the replicas of this column are in the order of an earlier column
+            continue  # its replicas are in the same order as in an earlier column, so the sets are the same
         known.add(len(column))
         found |= {frozenset(of[worker] for worker in each) for each in _holders(training, column, touched)}
     return found
@@ -308,15 +315,15 @@ def _holders(training: Training, column: Sequence[int], touched: Touched) -> set
 
 
 class Drain(NamedTuple):
-    """Decision about the nodes to be drained."""
+    """Decision about the nodes that a user wants to drain."""
 
     accepted: tuple[str, ...]
     refused: Mapping[str, str]
-    """Node -> reason for refusing it."""
+    """Node -> the reason why the run cannot do without it."""
 
 
 def leaving(replicas: Mapping[int, Sequence[int]], nodes: Mapping[int, str], draining: Collection[str]) -> set[int]:
-    """Return the replicas with a worker on a node that is ``draining``; ``nodes``: worker -> node."""
+    """Return the replicas that have a worker on one of the ``draining`` nodes; ``nodes``: worker -> node."""
     return {replica for replica, workers in replicas.items() if any(nodes[worker] in draining for worker in workers)}
 
 
@@ -329,10 +336,10 @@ def drain(
 ) -> Drain:
     """Accept each node of ``wanted``, in this order, if the run can do without it and the nodes accepted before.
 
-    ``nodes``: node of every live worker.  ``replicas``: the complete replicas now.  ``fewest``: number of these that
-    must remain; replicas that spares and the healthy workers of leaving replicas may form later do not count.
-    ``shards``: number of shards of an optimizer instance, dealt to replicas in turn, if such instances are the only
-    copies.
+    ``nodes``: live worker -> node.  ``replicas``: the complete replicas now.  ``fewest``: number of these replicas that
+    must remain; replicas that the spares and other workers may form later do not count.  ``shards``: number of shards
+    of an optimizer instance (replica r has shard r % shards), if the instances are the only copies of the state;
+    otherwise 0.
     """
     accepted: list[str] = []
     refused: dict[str, str] = {}
@@ -351,7 +358,7 @@ def _why_not(
     fewest: int,
     shards: int,
 ) -> str:
-    """Return why the run cannot do without these nodes; empty: it can."""
+    """Return why the run cannot do without the ``draining`` nodes, as text; empty: it can do without them."""
     if not replicas:
         return "no replica is complete now: ask again when the run has recovered"
     gone = leaving(replicas, nodes, draining)

@@ -1,11 +1,11 @@
-"""The launch grid: the places of a run.  It is fixed for the run's life; each epoch decides which worker has which.
+"""The launch grid: the places of a run.  The grid never changes; each epoch's plan says which worker has which place.
 
-A *slot* is a place, named by the id of the worker that had it at launch: slot = replicas[replica][position].  Groups,
-rings and ranks are made of slots, so they keep their names when another worker takes a place.
+A *slot* is a place, named by the id of the worker that had it at launch: slot = replicas[replica][position].  Process
+groups, rings and ranks consist of slots, so their names stay the same when another worker takes a place.
 
-A run that may grow also has slots for further replicas, numbered after those of the launch and empty at first.  Values
-that are divided by a number of replicas (losses, gradients, sample counts) are divided by ``launched``, the number at
-launch.
+A run that may grow also has slots for further replicas.  Their numbers follow the slots of the launch; they are empty
+at first.  Values that are divided by a number of replicas (losses, gradients, sample counts) are divided by
+``launched``, the number of replicas at launch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Slot = NewType("Slot", int)
 
 @dataclass(frozen=True)
 class LaunchGrid:
-    """Slots of a run's replicas by position: first the replicas of the launch, then those to which it may grow.
+    """Slots of a run.
 
-    ``inner_ranks``: number of data-parallel ranks in one replica (1; more if experts are spread over them).
-    ``inner_rank_of[p]``: the inner rank of position p.  ``tensor``: the size of a tensor-parallel group; its positions
-    are consecutive.  ``more``: number of replicas that the run may have in addition to those of the launch.
+    ``replicas``: for each replica, its slots by position; the replicas of the launch come first, then the ``more``
+    replicas by which the run may grow.  ``inner_ranks``: number of data-parallel ranks in one replica; 1 unless experts
+    are spread over data-parallel ranks.  ``inner_rank_of[p]``: the inner rank of position p.  ``tensor``: size of a
+    tensor-parallel group, whose positions are consecutive.
     """
 
     replicas: tuple[tuple[Slot, ...], ...]
@@ -45,7 +46,7 @@ class LaunchGrid:
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The positions of a replica, by tensor-parallel group."""
+        """Positions of each tensor-parallel group of a replica."""
         return tuple(tuple(range(at, at + self.tensor)) for at in range(0, self.size, self.tensor))
 
     @property
@@ -53,7 +54,7 @@ class LaunchGrid:
         return self.launched * self.size
 
     def with_room_for(self, most: int) -> LaunchGrid:
-        """Return this grid with places for ``most`` replicas in all, but at least for the replicas of the launch."""
+        """Return this grid with places for ``most`` replicas in all; never fewer than the replicas of the launch."""
         launch = self.replicas[: self.launched]
         more = max(0, most - len(launch))
         first = range(self.world, self.world + more * self.size, self.size)
@@ -61,9 +62,9 @@ class LaunchGrid:
         return replace(self, replicas=launch + further, more=more)
 
     def column(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
-        """Return a group of the launch with the same positions in all replicas, extended to the further replicas.
+        """Return ``slots``, a process group of the launch, plus the same positions of replicas that may be added later.
 
-        Any other group is returned unchanged: it is inside a replica.
+        A group that does not span all replicas of the launch is returned unchanged.
         """
         positions: dict[int, list[int]] = {}
         for slot in slots:
@@ -75,19 +76,20 @@ class LaunchGrid:
         return (*slots, *(row[position] for row in self.replicas[self.launched :] for position in each))
 
     def place(self, slot: Slot) -> tuple[int, int]:
-        """Return (replica, position) of a slot, or of a worker at launch."""
+        """Return (replica, position) of a slot.  Raises ValueError if no replica has the slot."""
         for number, replica in enumerate(self.replicas):
             if slot in replica:
                 return number, replica.index(slot)
-        raise ValueError(f"{slot} is in no replica")
+        raise ValueError(f"slot {slot} is in no replica of the launch grid")
 
 
 def launch_grid(
     world: int, *, tensor: int, context: int, pipeline: int, inner_ranks: int, pipeline_before_data: bool = False
 ) -> LaunchGrid:
-    """Return the grid of ``replicas_of``: positions are in the order (inner rank, pp, cp, tp), tensor fastest.
+    """Return the launch grid of ``world`` workers, whose replicas are those of ``replicas_of``.
 
-    Raises ValueError if the sizes do not fill the world.
+    Positions are in the order (inner rank, pp, cp, tp), tp fastest.  Raises ValueError if ``world`` is no multiple of a
+    replica's size.
     """
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "inner_ranks": inner_ranks}
     replicas = replicas_of(world, **sizes, pipeline_before_data=pipeline_before_data)
@@ -101,10 +103,11 @@ Column = tuple[Slot, ...]
 
 
 def ring_order(column: Sequence[Slot], grid: LaunchGrid, instances: int = 1) -> Column:
-    """Return the slots of a column such that neighbours are in different replicas, if possible.
+    """Return the slots of a column in the order of its ring.
 
-    Then a worker's shadow, on the next worker, is not lost when the worker's replica breaks.  With several optimizer
-    instances the holders of one shard are consecutive, so that a finished sum is sent over a short distance.
+    Neighbours are in different replicas, if possible.  Then the shadow of a worker's shard, on the next worker,
+    survives the loss of the worker's replica.  With several optimizer instances the holders of one shard are
+    consecutive, so that a finished sum is sent over a short distance.
     """
     if instances > 1:
         shards = len(column) // instances

@@ -1,25 +1,25 @@
 """Placement: orphans of several broken replicas, and spares, form new replicas.
 
 The workers of a column hold the same parameters, so a live worker can take its position in any replica.  It can take
-another position once it has built that position's model and received the parameters:
+another position after it has built that position's model and received the parameters:
 
-    orphans, spares, newcomers --assemble--> new replicas, of workers in the needed positions: they compute at once
+    orphans, spares, newcomers --assemble--> new replicas, of workers that are ready at the needed positions
                                                                  `----> rebuild: the fewest workers change position
-                                             |   not ready: counted, not changed
+                                             |   these workers are not ready until they have built the new model
                                              v
                                         ready at the new position --assemble--> more new replicas
 
-A tensor-parallel group must be on one node (unless ``cross_node``): T workers of a node, one at each position of the
-group, are a **team**, and a replica is one team of each group.  If all workers are ready and free to change position,
-the live workers of the nodes allow at most
+Unless ``cross_node`` is true, all workers of a tensor-parallel group must be on one node.  T workers of a node, one at
+each position of the group, are a **team**; a replica has one team of each group.  If all workers are ready and free to
+change position, the live workers of the nodes allow at most
 
     (sum over nodes of live // T) // G              T workers in a team, G teams in a replica
 
-replicas.  A new replica formed without changes of position takes exactly G from that sum, so forming it now never costs
-a replica later.
+replicas.  A new replica without changes of position takes exactly G from that sum.  So a replica that is formed now
+does not prevent another replica later.
 
-If two live workers cannot connect to each other, although other workers reach both, their *edge* is broken, and they
-get no places in the same grid (``cover``, ``compatible_replicas``, ``connectable``, ``can_connect``).
+If two live workers cannot connect to each other, but other workers can reach both, the *edge* between the two workers
+is broken.  They get no places in the same grid (``cover``, ``compatible_replicas``, ``connectable``, ``can_connect``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Team = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """Composition of a replica."""
+    """Positions of a replica, and their tensor-parallel groups."""
 
     size: int
     """Number of workers in a replica: its positions are 0..size-1."""
@@ -47,7 +47,7 @@ class Shape:
     """True if a tensor-parallel group may span nodes."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless all groups have the same size, and each position is in exactly one group."""
+        """Raise ValueError if the groups differ in size, or a position is not in exactly one group."""
         if self.size < 1 or sorted(p for group in self.tensor for p in group) != list(range(self.size)):
             raise ValueError(f"the tensor groups {self.tensor} do not have each of {self.size} positions once")
         if len({len(group) for group in self.tensor}) > 1 or not all(self.tensor):
@@ -59,35 +59,36 @@ class Candidate:
     """A live worker that is in no complete replica."""
 
     position: int | None
-    """The position for which its model was built, or is being built; None: no model yet (a spare, a newcomer)."""
+    """Position for which this worker has built, or now builds, its model; None: it has no model yet."""
     node: str
     fixed: bool = False
-    """True if it cannot change position now: its main thread is still busy, or builds a model."""
+    """True if this worker cannot change position now: its main thread is busy, or builds a model."""
     ready: bool = True
-    """True if it may be placed now at its position."""
+    """True if this worker can get a place at its position now."""
 
     @property
     def movable(self) -> bool:
-        """True if the worker may build the model of another position; not while it is on its way to a position."""
+        """True if this worker may build the model of another position; false while it changes position."""
         return not self.fixed and (self.ready or self.position is None)
 
 
 @dataclass(frozen=True)
 class Placement:
     replicas: Mapping[int, tuple[int, ...]]
-    """The new replicas: id -> workers by position, in the order of the ids."""
+    """New replica's id -> its workers by position; in the order of the ids."""
     rebuild: Mapping[int, int]
-    """Worker -> position for which it should build its model, for more replicas later; in the order of workers."""
+    """Worker -> position whose model it should build, so that more replicas can be formed later; ordered by worker."""
     spares: tuple[int, ...]
-    """Workers without a place now, including the workers in ``rebuild``, ascending."""
+    """Workers that get no place now, including the workers in ``rebuild``; ascending."""
 
 
 def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, spares: int = 0) -> int:
     """Return the number of new replicas that a run may have.
 
     ``whole``: number of complete replicas; ``waiting``: number of workers without a place; ``size``: number of workers
-    in a replica; ``launched``: number of replicas at launch.  Up to ``launched`` replicas, all waiting workers may be
-    used; for further replicas, up to ``most``, only workers that are not kept as ``spares``.
+    in a replica; ``launched``: number of replicas at launch; ``most``: greatest number of replicas.  All waiting
+    workers may be used until the run has ``launched`` replicas.  For further replicas, ``spares`` workers are kept
+    back.
     """
     missing = max(0, launched - whole)
     further = max(0, waiting - missing * size - spares) // size
@@ -97,25 +98,25 @@ def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, s
 def assemble(
     whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int, most: int | None = None
 ) -> Placement:
-    """Form new replicas of ``candidates``; and find the workers that must change position for further replicas.
+    """Form new replicas of ``candidates``; choose the workers that should change position for further replicas.
 
     ``whole``: the ids of the complete replicas, which do not change.  New replicas take the lowest free ids of
-    range(``slots``).  As many as possible are formed of workers that are ready at their own position.  ``most``:
-    greatest number of new replicas, including those formed after a rebuild (default: the number of free ids).
+    range(``slots``).  Forms as many as possible of workers that are ready at their present position.  ``most``:
+    greatest number of new replicas, including replicas formed after a rebuild (default: the number of free ids).
 
     ``Placement.rebuild`` lets the remaining workers form as many replicas as possible.  It has the fewest changes of
-    position, if no candidate is bound to its position (``fixed``, or not ready).  On each node workers without a model
-    change first, then workers at positions with a surplus, of which those with the lowest ids keep their position.
+    position, if every candidate may change position (``Candidate.movable``).  On each node, workers without a model
+    change first.  Then workers change at positions that have too many; the workers with the lowest ids stay.
 
     Raises ValueError if a candidate's position is outside the shape, or the id of a complete replica is not in
     range(``slots``).
     """
     taken = set(whole)
     if foreign := sorted(taken - set(range(slots))):
-        raise ValueError(f"ids of whole replicas out of range({slots}): {foreign}")
+        raise ValueError(f"ids of complete replicas outside range({slots}): {foreign}")
     for worker, candidate in sorted(candidates.items()):
         if candidate.position is not None and not 0 <= candidate.position < shape.size:
-            raise ValueError(f"worker {worker} is at position {candidate.position} of {shape.size}")
+            raise ValueError(f"worker {worker} has position {candidate.position}, but a replica has {shape.size}")
     free = [replica for replica in range(slots) if replica not in taken]
     most = len(free) if most is None else min(most, len(free))
     formed = _form(candidates, shape, most)
@@ -129,7 +130,7 @@ def assemble(
 def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[tuple[int, ...]]:
     """Return the new replicas, at most ``most``, ordered by their lowest workers."""
     ready: dict[int, list[int]] = defaultdict(list)
-    # Workers that cannot change position are less useful for a rebuild: use these workers, and teams of them, first.
+    # Use workers that cannot change position first: they are less useful for a later rebuild.
     for worker in sorted(candidates, key=lambda worker: (candidates[worker].movable, worker)):
         position = candidates[worker].position
         if candidates[worker].ready and position is not None:
@@ -149,21 +150,25 @@ def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[
 
 
 def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_node: bool) -> list[Team]:
-    """Return all teams of a group, in the order of use; ``columns``: ready workers at each of the group's positions."""
+    """Return all teams of a group, the teams to be used first; ``columns``: the ready workers at each position."""
     by_node: dict[str, list[list[int]]] = defaultdict(lambda: [[] for _ in columns])
     for index, column in enumerate(columns):
         for worker in column:
             by_node[candidates[worker].node][index].append(worker)
     teams = [team for here in by_node.values() for team in zip(*here, strict=False)]
     teams.sort(key=lambda team: (sum(candidates[worker].movable for worker in team), min(team)))
-    if cross_node:  # after teams within a node: each team takes one worker of every column, so the number is the same
+    # A team takes one worker of every column, so teams within a node do not reduce the number of teams.
+    if cross_node:
         used = {worker for team in teams for worker in team}
         teams += zip(*([worker for worker in column if worker not in used] for column in columns), strict=False)
     return teams
 
 
 def _rebuilds(rest: Mapping[int, Candidate], shape: Shape, wanted: int) -> dict[int, int]:
-    """Return worker -> new position, so that ``rest`` can form ``wanted`` more replicas, or as many as possible."""
+    """Return worker -> new position.
+
+    After these changes the workers in ``rest`` can form ``wanted`` replicas, or as many as possible.
+    """
     by_node: dict[str, list[int]] = defaultdict(list)
     for worker, candidate in rest.items():
         if candidate.movable or candidate.position is not None:
@@ -188,10 +193,11 @@ def _holding(workers: Collection[Candidate], size: int) -> Holding:
 
 
 def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> dict[int, int]:
-    """Return worker -> new position, so that a node of these ``workers`` has ``teams`` teams of each group."""
+    """Return worker -> new position, for the workers of one node; ``teams``: number of teams of each group to form."""
     wanted = {position: count for group, count in zip(shape.tensor, teams, strict=True) for position in group}
     standing: dict[int | None, list[int]] = defaultdict(list)
-    for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):  # bound workers stay
+    # Workers that cannot change position come first, so they stay.
+    for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):
         standing[workers[worker].position].append(worker)
     surplus = [w for p, here in standing.items() if p is not None for w in here[wanted[p] :] if workers[w].movable]
     missing = [p for p, count in sorted(wanted.items()) for _ in range(count - len(standing[p]))]
@@ -208,19 +214,19 @@ def build_ahead(
     nodes: Mapping[int, str],
     shape: Shape,
 ) -> dict[int, int]:
-    """Return spare -> position for which it builds a model before any worker is lost; in the order of workers.
+    """Return spare -> position whose model it builds before any worker is lost; in the order of worker ids.
 
-    At the next boundary only a worker that is ready at the position of a lost worker can replace it.  So spares that
-    are not needed now are distributed over the positions:
+    At a boundary a spare can replace a lost worker only if the spare is ready at the position of that worker.  So
+    spares that are not needed now are distributed over the positions:
 
-    alone    if a spare can replace a worker alone: the risk of a position is the number of its workers on other nodes
-             (a loss of the spare's node would take the spare, too), and each spare at the position offsets one of them
-    teams    if a tensor-parallel group must be on one node: a node's spares form as many complete teams as possible,
-             which are spread over the groups, on other nodes than the group's workers if possible
-    rest     the remaining spares of a node can replace only workers of their own node: they get the position with most
-             workers on that node
+    alone    if one spare can replace one worker: a position with many workers on other nodes, and few spares, comes
+             first (workers on the spare's node do not count, because the loss of this node takes the spare too)
+    teams    if a tensor-parallel group must be on one node: the spares of a node form as many complete teams as
+             possible, for different groups, preferably for groups whose workers are on other nodes
+    rest     the remaining spares of a node can replace only workers on the same node: they get the position with the
+             most workers on that node, less the spares there
 
-    ``spares``: all live workers without a place; those that are ready and have no model get a position.  ``replicas``:
+    ``spares``: all live workers without a place; the ready spares that have no model get a position.  ``replicas``:
     the workers with a place, by position.  ``nodes``: worker with a place -> its node.
     """
     idle: dict[str, list[int]] = defaultdict(list)
@@ -241,7 +247,7 @@ def build_ahead(
         for worker in workers:
             here = [position for position in standing if standing[position][node]]
             if not here:
-                break  # this node has no worker with a place, and an incomplete team is of no use elsewhere
+                break  # an incomplete team can replace only workers on its own node, and this node has none
             best = min(here, key=lambda position: (covered[position, node] - standing[position][node], position))
             found[worker] = best
             covered[best, node] += 1
@@ -251,10 +257,10 @@ def build_ahead(
 def _cover(
     group: Sequence[int], node: str, standing: Mapping[int, Counter[str]], covered: Covered
 ) -> tuple[float, int]:
-    """Return how well spares protect a group of positions against losses on nodes other than ``node``; a sort key.
+    """Return a sort key that puts the group of positions that needs another spare most first.
 
-    The least protected group is first; of equally protected groups the group with fewer spares on ``node``, since
-    spares of one node are lost together.
+    This is the group with the fewest spares for its workers on nodes other than ``node``; of equal groups, the group
+    with the fewest spares on ``node``, since spares of one node are lost together.
     """
     at_risk = min(sum(standing[position].values()) - standing[position][node] for position in group)
     spares = min(sum(count for (p, _), count in covered.items() if p == position) for position in group)
@@ -262,9 +268,9 @@ def _cover(
 
 
 Edge = tuple[int, int]
-"""Two nodes of a graph (workers or replicas), the lower number first."""
+"""Two vertices of a graph (workers or replicas), the lower number first."""
 EXACT = 16
-"""Greatest number of graph nodes with broken edges for which ``cover`` tries every set of nodes."""
+"""Greatest number of vertices with broken edges for which ``cover`` tries every set of vertices."""
 
 
 def edge(one: int, other: int) -> Edge:
@@ -272,12 +278,12 @@ def edge(one: int, other: int) -> Edge:
 
 
 def between(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[Edge]:
-    """Return the broken edges between groups of nodes: pairs of groups with a broken edge between their members."""
+    """Return the pairs of different groups that have a broken edge between their members; ``groups``: id -> members."""
     return {pair for pair in _of_groups(groups, broken) if pair[0] != pair[1]}
 
 
 def inside(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[int]:
-    """Return the groups with a broken edge between two of their own members."""
+    """Return the ids of the groups that have a broken edge between two of their own members."""
     return {one for one, other in _of_groups(groups, broken) if one == other}
 
 
@@ -287,11 +293,12 @@ def _of_groups(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) ->
 
 
 def cover(broken: Collection[Edge]) -> frozenset[int]:
-    """Return the smallest set of nodes (workers or replicas) without which no broken edge is left.
+    """Return the smallest set of vertices (workers or replicas) that includes an end of every broken edge.
 
-    Of equally small sets returns the set whose nodes have the most broken edges, then the set with the highest numbers;
-    the order of the edges does not matter.  If up to ``EXACT`` nodes have broken edges, all sets are tried; if there
-    are more, the node with the most remaining edges is added repeatedly, which gives a small set.
+    Of equally small sets returns the set whose vertices have the most broken edges, then the set with the highest
+    numbers; the order of the edges does not matter.  The result is exact if at most ``EXACT`` vertices have broken
+    edges.  For more vertices, a greedy search repeatedly adds the vertex with the most remaining edges; the set may
+    then be larger than necessary.
     """
     near: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in broken:
@@ -320,10 +327,10 @@ def _greedy(near: Mapping[int, set[int]]) -> frozenset[int]:
 def compatible_replicas(
     whole: Mapping[int, tuple[int, ...]], broken: Collection[Edge]
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[Edge, ...]]]:
-    """Return the replicas that can continue together; and each replica left out -> the broken edges of its workers.
+    """Return the replicas that can continue together; and, for each replica left out, its workers' broken edges.
 
-    A replica whose own workers cannot connect to each other is left out.  Of the other replicas as few as possible are
-    left out.
+    Leaves out a replica whose own workers cannot connect to each other.  Leaves out as few of the other replicas as
+    possible.
     """
     torn = inside(whole, broken)
     rest = {replica: workers for replica, workers in whole.items() if replica not in torn}
@@ -339,7 +346,7 @@ def compatible_replicas(
 def connectable(
     candidates: Mapping[int, Candidate], working: set[int], broken: Collection[Edge]
 ) -> dict[int, Candidate]:
-    """Return the candidates that can connect to all workers with a place and to each other."""
+    """Return the candidates that can connect to each other and to all workers with a place (``working``)."""
     cut_off = {pair[1 - at] for pair in broken for at in (0, 1) if pair[at] in working}
     rest = set(candidates) - cut_off
     cut_off |= cover({pair for pair in broken if set(pair) <= rest})
@@ -347,6 +354,10 @@ def connectable(
 
 
 def can_connect(whole: Mapping[int, Sequence[int]], placement: Placement, broken: Collection[Edge]) -> bool:
-    """Return whether all workers of the grid with the new replicas can connect, and none must build a model first."""
+    """Return whether the new grid can start now.
+
+    Its workers, including the workers of the new replicas, can all connect to each other; no worker must build a model
+    first.
+    """
     grid = {**whole, **placement.replicas}
     return not (placement.rebuild or inside(grid, broken) or between(grid, broken))

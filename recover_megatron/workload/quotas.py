@@ -1,9 +1,9 @@
-"""The number of microbatches for each replica: by given speeds (``quotas``), and by measured ones (``Balance``).
+"""Quotas: the number of microbatches of each replica, from given speeds (``quotas``) or measured speeds (``Balance``).
 
-All microbatches of an iteration cost the same, so the time of an iteration is that of the slowest replica: ``max(quota
-/ speed)``.  A greedy rule minimises it: give one unit after the other to the replica that would finish it first.
-(Suppose that some replica would have fewer units in a better solution.  The greedy rule gave this replica its last unit
-because no other replica could finish another unit earlier; so the other solution is not better.)
+All microbatches of an iteration cost the same, so an iteration takes as long as its slowest replica: ``max(quota /
+speed)``.  A greedy rule minimises this time: give each unit to the replica that would finish it first.  Proof: a better
+solution gives fewer units to the replica that finishes last, so it gives another replica one more.  But the greedy rule
+gave the slowest replica its last unit because no other replica would have finished one more unit earlier.
 
 A unit is ``multiple_of`` microbatches, because all inner ranks of a replica run the same number.  An interleaved
 pipeline schedule runs at least as many microbatches as it has stages (`assign`), so a replica has at least ``least``
@@ -28,15 +28,15 @@ def quotas(
     multiple_of: int = 1,
     least: int = 1,
 ) -> dict[int, int]:
-    """Share ``total`` microbatches out: replica id -> quota, in the order of the ids.
+    """Share out ``total`` microbatches; return replica id -> quota, in the order of the ids.
 
-    The quotas are multiples of ``multiple_of``, zero or at least ``least``, sum to ``total`` and minimise max(quota /
-    speed).  If there are enough microbatches, each replica gets some, however slow it is: otherwise its speed would
-    never be measured again.  If replicas would finish a unit at the same time, the one with the lower id gets it: 32 on
-    7 replicas is 5, 5, 5, 5, 4, 4, 4.
+    The quotas sum to ``total`` and minimise max(quota / speed).  Each quota is a multiple of ``multiple_of``, and is
+    zero or at least ``least``.  If there are enough microbatches, even a slow replica gets some, because otherwise its
+    speed would never be measured again.  If two replicas would finish a unit at the same time, the replica with the
+    lower id gets it: 32 microbatches on 7 replicas are 5, 5, 5, 5, 4, 4, 4.
 
-    ``speeds``: microbatches per second, or values proportional to that; default: all are equal.  A replica without a
-    speed counts as having the median speed.
+    ``speeds``: replica -> microbatches per second, or values proportional to that; default: all are equal.  A replica
+    without a speed gets the median speed.
 
     Raises ValueError if there are no replicas or a repeated replica; if the total is negative, no multiple of
     ``multiple_of``, or too small for one replica; or if a speed is not a positive finite number.
@@ -56,9 +56,8 @@ def quotas(
 def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit: int, fewest: int) -> dict[int, int]:
     """Share out ``units`` so that the last replica finishes as early as possible; return replica -> units.
 
-    Each replica gets no units, or at least ``fewest``.  ``load``, ``speeds``, ``unit``: as for `greedy`.  A replica
-    that cannot finish ``fewest`` units by the time at which the last replica finishes gets none; of the other replicas
-    as few as possible get units.
+    Each replica gets no units, or at least ``fewest``.  ``load``, ``speeds``, ``unit``: as for `greedy`.  As few
+    replicas as possible get units, without delaying the time at which the last replica finishes.
 
     Raises ValueError if ``units`` is above 0 and below ``fewest``.
     """
@@ -91,7 +90,7 @@ def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit
 
 
 def fewest_units(least: int, multiple_of: int) -> int:
-    """Return ``least`` in units of ``multiple_of`` microbatches, rounded up.  Raises ValueError unless it is >= 1."""
+    """Convert ``least`` microbatches to units of ``multiple_of``, rounded up.  Raises ValueError if ``least`` < 1."""
     if least < 1:
         raise ValueError(f"least is {least}, not at least 1")
     return -(-least // multiple_of)
@@ -107,8 +106,9 @@ def greedy(
 ) -> dict[int, int]:
     """Share out ``units``, each to the replica that would finish it first; return replica -> units.
 
-    ``load``: number of microbatches that each replica has already; ``unit``: number of microbatches in a unit;
-    ``most``: greatest number of microbatches of each replica, in sum enough for all units (default: no limit).
+    ``load``: replica -> number of microbatches that it has before; ``unit``: number of microbatches in a unit;
+    ``most``: replica -> greatest number of microbatches, including ``load`` (default: no limit).  The limits must
+    leave room for all units.
     """
     given = dict.fromkeys(load, 0)
     heap = [
@@ -127,7 +127,7 @@ def greedy(
 
 
 def distinct(replicas: Sequence[int]) -> list[int]:
-    """Return the ids in ascending order.  Raises ValueError if there are no ids, or an id is repeated."""
+    """Return the replica ids in ascending order.  Raises ValueError if there are no ids, or an id is repeated."""
     ids = sorted(set(replicas))
     if not ids:
         raise ValueError("there are no replicas for the microbatches")
@@ -137,7 +137,8 @@ def distinct(replicas: Sequence[int]) -> list[int]:
 
 
 def whole_units(total: int, multiple_of: int) -> int:
-    """Return ``total`` in units of ``multiple_of``.  Raises ValueError if ``total`` is negative or no multiple."""
+    """Convert ``total`` microbatches to units of ``multiple_of``.  Raises ValueError if ``total`` is negative or no
+    multiple of it."""
     if multiple_of < 1:
         raise ValueError(f"multiple_of is {multiple_of}, not at least 1")
     if total < 0 or total % multiple_of:
@@ -159,51 +160,52 @@ def known_speeds(ids: Sequence[int], speeds: Mapping[int, float] | None) -> dict
 
 
 MEMORY = 50
-"""Greatest number of iterations from which a pace is estimated."""
+"""Greatest number of measurements (one an iteration) from which the pace of a replica is estimated."""
 DIFFERENCES = 512
-"""Greatest number of differences from which the noise is estimated."""
+"""Greatest number of differences between consecutive measurements from which the noise is estimated."""
 CONFIRM = 3
-"""Number of measurements after which a pace, or a change of a pace, counts as known."""
+"""Number of measurements that are needed to know a pace, or to detect a change of a pace."""
 BAND = 0.05
-"""Relative difference from the median pace below which a pace counts as the median pace."""
+"""A pace that differs from the median pace by less than this fraction counts as equal to the median pace."""
 SIGMAS = 3.0
-"""Number of standard errors from the median pace below which a pace counts as the median pace."""
+"""A pace that differs from the median pace by less than this many standard errors counts as equal to the median."""
 CHANGE = 0.1
-"""Least relative change that counts as a change of a pace."""
+"""Smallest relative difference that counts as a change of a pace."""
 SURPRISE = 2.0
-"""Number of standard deviations by which ``CONFIRM`` consecutive measurements must differ for a change of a pace."""
+"""A pace has changed if ``CONFIRM`` consecutive measurements differ from it by more than this many standard deviations,
+and by more than ``CHANGE``."""
 GAIN = 0.03
-"""Least gain, as a fraction of an iteration's time, for which quotas change; it is larger if paces are less certain."""
+"""Fraction of an iteration's time that new quotas must save; more is required if the paces are less certain."""
 STEP = 2
-"""Greatest factor by which a quota changes at once."""
+"""Greatest factor by which a quota changes from one iteration to the next."""
 NOISE = 0.02
 """Least relative standard deviation that is assumed for a measurement."""
 KNOWN = 10
-"""Number of measurements that a pace from a plan counts for."""
+"""Weight of a pace from a plan: it counts as this many measurements."""
 
 _OF_MEDIAN = 1.2533
 """Standard error of a median over the standard error of a mean, for normal noise: sqrt(pi / 2)."""
 _OF_DIFFERENCE = 1.0484
-"""Standard deviation of a normal variable over the median of |difference of two of them|: 1.4826 / sqrt(2)."""
+"""Standard deviation of a normal variable over the median of |x - y| of two such variables: 1.4826 / sqrt(2)."""
 
 
 class Balance:
-    """State machine of the paces of one plan's replicas, and of the quotas that follow from them.
+    """State machine that measures the paces of the replicas, and changes their quotas accordingly.
 
         begin(paces) --> measured(seconds) --> counts(current, total) --> measured(seconds) --> counts(...) ...
             ^                                                                                       |
             '------------------------------------ a new plan ---------------------------------------'
 
-    The *pace* of a replica is its seconds per microbatch divided by the median replica's, so slowdowns of all replicas
-    (a warmer room, longer sequences) change nothing.  It is estimated as the median of the measurements since it last
-    changed.
+    The *pace* of a replica is its seconds per microbatch divided by the median of all replicas.  So a slowdown of all
+    replicas (a warmer room, longer sequences) changes no pace.  A pace is estimated as the median of the measurements
+    since the pace last changed.
 
-    * One outlier does not change a pace.  If ``CONFIRM`` consecutive measurements differ from it by more than the
+    * One outlier does not change a pace.  If ``CONFIRM`` consecutive measurements differ from the pace by more than the
       noise, all in the same direction, the pace has changed, and earlier measurements are dropped.
-    * A difference from the median within the noise counts as no difference.  The noise is estimated from the
-      differences of consecutive measurements of a replica, over all replicas.
-    * Quotas change if, with these paces, that shortens the iteration by more than ``GAIN``, and by more than the
-      standard error of any pace other than the median's.  No quota changes by more than a factor of ``STEP`` at once.
+    * A pace that differs from the median by less than the noise counts as equal to the median.  The noise is estimated
+      from the differences of consecutive measurements of each replica, over all replicas.
+    * New quotas are used only if they shorten the iteration by more than ``GAIN``, and by more than the standard error
+      of every pace that differs from the median.  No quota changes by more than a factor of ``STEP`` in an iteration.
     """
 
     def __init__(self) -> None:
@@ -211,17 +213,17 @@ class Balance:
         """Replica -> logarithms of its measured paces since its pace last changed."""
         self._latest: dict[int, float] = {}
         self._differences: list[float] = []
-        """Absolute differences of consecutive logarithms of a replica, over all replicas, the latest last."""
+        """Absolute differences between a replica's logarithms in consecutive iterations, of all replicas."""
         self.noise = NOISE
-        """The relative standard deviation of one measurement."""
+        """Relative standard deviation of one measurement."""
 
     def begin(self, paces: Mapping[int, float]) -> None:
-        """Begin a new plan with the plan's ``paces`` (1.0: the median's); replicas without a pace are new."""
+        """Begin a new plan; ``paces``: replica -> its pace in the plan (1.0: the median), without new replicas."""
         self._history = {replica: [math.log(pace)] * KNOWN for replica, pace in paces.items() if pace > 0}
         self._latest, self._differences, self.noise = {}, [], NOISE
 
     def measured(self, seconds: Mapping[int, float]) -> None:
-        """Add the measurements of one iteration: replica -> seconds per microbatch, without replicas not measured."""
+        """Add the measurements of one iteration; ``seconds``: measured replica -> its seconds per microbatch."""
         if not seconds:
             return
         middle = median(seconds.values())
@@ -237,18 +239,21 @@ class Balance:
 
     @property
     def paces(self) -> dict[int, float]:
-        """Replica -> its pace, for replicas measured often enough; exactly 1.0 if noise may explain the difference."""
+        """Replica -> its pace, for replicas with at least ``CONFIRM`` measurements.
+
+        The pace is exactly 1.0 if noise may explain its difference from the median.
+        """
         return {replica: self._pace(x) for replica, x in self._history.items() if len(x) >= CONFIRM}
 
     def counts(self, current: Mapping[int, int], total: int, *, multiple_of: int = 1, least: int = 1) -> dict[int, int]:
-        """Return the quotas for the next iteration of ``total`` microbatches; ``current``: quotas of the last one."""
+        """Return the quotas of the next iteration of ``total`` microbatches; ``current``: the present quotas."""
         paces = self.paces
         error = max((self._error(self._history[replica]) for replica, pace in paces.items() if pace != 1), default=0.0)
         gain = min(0.5, max(GAIN, error))
         return rebalanced(current, paces, total, multiple_of=multiple_of, least=least, gain=gain)
 
     def _has_changed(self, history: list[float]) -> bool:
-        """Return whether the latest measurements show another pace than the measurements before."""
+        """Return whether the last ``CONFIRM`` measurements show another pace than the measurements before them."""
         latest, before = history[-CONFIRM:], history[:-CONFIRM]
         if len(before) < CONFIRM:
             return False
@@ -260,7 +265,7 @@ class Balance:
         return 1.0 if abs(found) < max(BAND, SIGMAS * self._error(history)) else math.exp(found)
 
     def _error(self, history: list[float]) -> float:
-        """Return the relative standard error of a pace."""
+        """Return the relative standard error of the pace estimated from ``history``."""
         return _OF_MEDIAN * self.noise / math.sqrt(len(history))
 
 
@@ -273,14 +278,15 @@ def rebalanced(
     least: int = 1,
     gain: float = GAIN,
 ) -> dict[int, int]:
-    """Return quotas closer to those that minimise max(quota * pace); ``current`` if the gain is too small.
+    """Return quotas closer to the optimum, which minimises max(quota * pace); ``current`` if the gain is too small.
 
-    ``current``: the present quotas, which sum to ``total``.  Each quota changes by at most a factor of ``STEP``, in
-    units of ``multiple_of``, and stays at least ``least`` if it was above zero.  A replica with quota 0 may get an even
-    share if ``least`` is one unit.  ``paces``: time per microbatch, in any unit; a replica without a pace counts as
-    having the median pace.  ``gain``: least relative gain for which quotas change.
+    ``current``: replica -> present quota; the quotas sum to ``total``.  Each quota changes by at most a factor of
+    ``STEP``, is a multiple of ``multiple_of``, and stays at least ``least`` if it was above zero.  A replica with quota
+    0 may get up to an even share, if ``least`` is one unit.  ``paces``: replica -> time per microbatch, in any unit; a
+    replica without a pace gets the median pace.  ``gain``: smallest relative gain for which quotas change.
 
-    Raises ValueError if ``current`` does not share out ``total`` in such units, or a pace is not positive.
+    Raises ValueError if a quota in ``current`` is negative or no multiple of ``multiple_of``, the quotas do not sum to
+    ``total``, or a pace is not positive.
     """
     whole_units(total, multiple_of)
     fewest = fewest_units(least, multiple_of)
@@ -294,7 +300,7 @@ def rebalanced(
     best = quotas(total, ids, speeds=speeds, multiple_of=multiple_of, least=least)
     now = max(current[replica] * pace[replica] for replica in ids)
     then = max(best[replica] * pace[replica] for replica in ids)
-    idle = fewest > 1 and not all(current.values())  # a replica with quota 0 would need several units at once
+    idle = fewest > 1 and not all(current.values())  # some replica has quota 0, and would need several units to start
     if then >= now * (1 - gain) or idle:
         return {replica: current[replica] for replica in ids}
     units = {replica: current[replica] // multiple_of for replica in ids}

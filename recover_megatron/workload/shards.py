@@ -1,19 +1,19 @@
 """Shards of a state that is spread over the workers of a column (ZeRO-1), and their shadows.
 
 Megatron cuts every bucket into as many equal *shards* as a column has workers at launch; only worker i updates shard i.
-Here a shard has a *home* as long as some worker is in its place; shards without a home are divided among all workers:
+Here the *home* of a shard is the worker that now has worker i's place; if the place is empty, the shard has no home and
+is divided among all workers:
     at launch, 4 workers      0: shard 0      1: shard 1      2: shard 2      3: shard 3
     worker 1 is lost          0: shard 0 +    -               2: shard 2 +    3: shard 3 +
                                  1/3 of 1                        1/3 of 1        1/3 of 1
 
-so a loss moves one shard, not all shards, and a worker that takes the empty place gathers its shard again.  If a
-worker is in a place that did not exist at launch (the run has grown), every bucket is cut again, into as many equal
-parts as there are workers, in the order of the ring.
+So a loss moves only one shard, and a worker that takes the empty place gathers this shard again.  If the run has grown
+and a worker is in a place that did not exist at launch, every bucket is cut again, into as many equal parts as there
+are workers, in the order of the ring.
 
-All elements that a worker *owns* are one *unit*, named by the worker.  The unit's *shadows*, on the next workers in the
-ring, are kept up to date by the same update.  When the owner is lost, the first live worker with a shadow is the unit's
-*primary*, which acts as the owner until the boundary before the next step, where a new layout is made for the present
-workers.
+All elements that a worker *owns* are one *unit*, named by the worker.  The next workers in the ring hold *shadows* of
+the unit, and apply the same updates to them.  When the owner is lost, the first live worker with a shadow becomes the
+unit's *primary* and acts as the owner.  At the boundary before the next step the live workers get a new layout.
 
     Layout(e) --a worker is lost---> the same units, other primaries --moves()--> Layout(e')
                                          |
@@ -33,7 +33,7 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of a bucket whose state ``source`` gives to ``target``, which keeps it in ``unit``."""
+    """Transfer of state: worker ``source`` sends elements start:stop of a bucket to ``target``, for ``unit``."""
 
     source: int
     target: int
@@ -46,9 +46,9 @@ class Move:
 class Layout:
     """Layout of an optimizer state: the worker that owns each shard, and the workers that hold its shadows.
 
-    ``homes``: for each shard, in Megatron's order, the worker in its place; None: no worker.  ``ring``: these workers,
-    and those in places that did not exist at launch, in ring order: the worker ``stride`` places after a unit's owner
-    holds its shadow (``domains.stride_of``).
+    ``homes``: for each shard, in Megatron's order, the worker in the shard's place; None: no worker.  ``ring``: all
+    workers in ring order, including workers in places that did not exist at launch.  ``shadows``: number of shadows of
+    each unit; the first is on the worker ``stride`` places after the owner (``domains.stride_of``).
     """
 
     homes: tuple[int | None, ...]
@@ -58,7 +58,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(set(self.ring)) < len(self.ring) or not self._housed <= set(self.ring):
-            raise ValueError(f"the ring {self.ring} repeats a worker, or lacks one of the homes {self.homes}")
+            raise ValueError(f"the ring {self.ring} repeats a worker, or lacks a worker of the homes {self.homes}")
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -85,11 +85,11 @@ class Layout:
         return tuple(self.ring[(at - hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
     def parts(self, unit: int, numel: int) -> list[Part]:
-        """Return the elements of a bucket that ``unit`` owns, ascending: its shard, and its share of shards without a
-        home.
+        """Return the ranges of elements, ascending, that ``unit`` owns in a bucket of ``numel`` elements.
 
-        ``numel``: number of elements of the bucket.  Shards are equal, or differ by one element if a bucket is not
-        padded.  If some worker of the ring has no shard of its own, each unit owns an equal part of the bucket instead.
+        These are the unit's shard and its share of the shards without a home.  Shards are equal, or differ by one
+        element if the bucket is not padded.  If some worker of the ring is the home of no shard, each unit owns an
+        equal part of the bucket instead.
         """
         at, count = self._at[unit], len(self.ring)
         if len(self._housed) < count:
@@ -110,7 +110,7 @@ class Layout:
 
     @cached_property
     def _shards_of(self) -> dict[int | None, list[int]]:
-        """Unit -> the shards whose home is this worker; None -> the shards without a home."""
+        """Worker -> the numbers of the shards whose home it is; None -> the shards without a home."""
         found: dict[int | None, list[int]] = {}
         for shard, home in enumerate(self.homes):
             found.setdefault(home, []).append(shard)
@@ -123,10 +123,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Instances:
-    """Layout with several optimizer instances: every instance has all shards, so the instances are the copies.
+    """Layout with several optimizer instances: every instance has all shards, so no shadows are needed.
 
-    ``homes``: for each shard, in Megatron's order, the worker in its place in each instance; None: no worker.  A unit
-    is a shard, by its number; its holders are equal, and the first one is the primary.
+    ``homes``: for each shard, in Megatron's order, the worker that has the shard's place in each instance; None: no
+    worker.  A unit is the number of a shard.  The first live holder of a unit is its primary.
     """
 
     homes: tuple[tuple[int | None, ...], ...]
@@ -150,7 +150,10 @@ class Instances:
         return tuple(unit for unit, home in enumerate(self.homes) if worker in home)
 
     def parts(self, unit: int, numel: int) -> list[Part]:
-        """Return a shard of a bucket of ``numel`` elements; see ``Layout.parts``."""
+        """Return the range of elements of shard ``unit`` in a bucket of ``numel`` elements, as ``Layout.parts`` does.
+
+        Raises ValueError if the bucket cannot be cut into equal shards.
+        """
         if numel % len(self.homes):
             raise ValueError(f"a bucket of {numel} elements cannot be cut into {len(self.homes)} equal shards")
         width = numel // len(self.homes)
@@ -161,15 +164,15 @@ AnyLayout = Layout | Instances
 
 
 def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int, stride: int = 1) -> Layout:
-    """Return the layout of the present workers.
+    """Return the layout for the workers that are live now.
 
-    ``places``: worker in the place of each shard; None: no worker.  ``order``: the present workers in ring order.
+    ``places``: the worker in the place of each shard; None: no worker.  ``order``: the live workers in ring order.
     """
     return Layout(tuple(places), tuple(order), shadows, stride)
 
 
 def primary(layout: AnyLayout, unit: int, live: frozenset[int]) -> int | None:
-    """Return the worker that acts for ``unit`` among ``live``; None: no worker has its state."""
+    """Return the primary of ``unit``: its first holder that is in ``live``; None: no live worker has the unit."""
     return next((worker for worker in layout.holders(unit) if worker in live), None)
 
 
@@ -181,8 +184,8 @@ def lost(layout: AnyLayout, live: frozenset[int]) -> list[int]:
 def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], numel: int) -> list[list[Part]]:
     """Return, for each of ``members`` (in ring order), the parts of a bucket for which it is the primary.
 
-    Parts are ascending and disjoint.  ``live``: the members that have been present since the layout was made; the other
-    members hold no state.  Raises ValueError if no live worker has a unit.
+    Parts are ascending and disjoint.  ``live``: the members that were live when the layout was made; members that have
+    joined since then hold no state.  Raises ValueError if no live worker has some unit.
     """
     found: dict[int, list[Part]] = {worker: [] for worker in members}
     for unit in layout.units:
@@ -194,7 +197,7 @@ def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], nume
 
 
 def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, list[Part]]:
-    """Return unit -> the elements of ``parts`` of a bucket that it owns; ``parts`` are ascending and disjoint."""
+    """Return unit -> the elements that it owns among ``parts`` of a bucket; ``parts`` are ascending and disjoint."""
     owners = sorted((start, stop, unit) for unit in layout.units for start, stop in layout.parts(unit, numel))
     found: dict[int, list[Part]] = {}
     at = 0
@@ -209,10 +212,10 @@ def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, lis
 
 
 def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> frozenset[int]:
-    """Return all distances, in the ring of ``members``, from the primary of a unit to other live holders of the unit.
+    """Return all distances, in the ring of ``members``, from a unit's primary to another live holder of the unit.
 
-    These are multiples of the layout's stride, unless members in between hold no state yet.  ``live``: as for
-    ``chunks``.
+    ``live``: the members that were live when the layout was made.  The distances are multiples of the layout's stride,
+    unless members have joined since then.
     """
     at = {worker: number for number, worker in enumerate(members)}
     found: set[int] = set()
@@ -224,10 +227,11 @@ def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> fro
 
 
 def moves(old: AnyLayout, new: AnyLayout, live: frozenset[int], numel: int) -> list[Move]:
-    """Return the moves of elements of a bucket from layout ``old`` to ``new``, ordered by (source, target).
+    """Return the transfers that change a bucket's state from layout ``old`` to ``new``, ordered by (source, target).
 
-    ``live``: workers present since ``old`` was made.  Elements that a worker already has, as owner or shadow, are not
-    sent to it; other elements come from their primary.  Raises ValueError if no live worker has a unit.
+    ``live``: workers that were live when ``old`` was made.  A worker does not receive elements that it already has, as
+    owner or in a shadow; it receives other elements from their primary.  Raises ValueError if no live worker has some
+    unit.
     """
     found = []
     before = sorted((start, stop, unit) for unit in old.units for start, stop in old.parts(unit, numel))
@@ -246,7 +250,7 @@ def moves(old: AnyLayout, new: AnyLayout, live: frozenset[int], numel: int) -> l
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Join parts that touch."""
+    """Join adjacent parts: (0, 2), (2, 5) becomes (0, 5)."""
     found: list[Part] = []
     for start, stop in parts:
         if found and found[-1][1] == start:

@@ -1,4 +1,4 @@
-"""Snapshots of states in other workers' memory: their keepers, their interval, their parts.
+"""Snapshots of the training state in host memory: the workers that keep them, the interval, and the parts.
 
 A position's state is lost with the last worker that holds it.  If all workers that hold it are in one failure domain
 (in Megatron's default order a node has the same stage of every replica), the run needs a copy outside that domain:
@@ -6,9 +6,10 @@ A position's state is lost with the last worker that holds it.  If all workers t
     domain a: position 0 of both replicas          domain b: position 1 of both
        giver of 0, keeper of 1         <------->       giver of 1, keeper of 0
 
-A giver keeps its own copy, too: whichever domain is lost, the other domain has the states of all positions, of one
-iteration.  A snapshot is made of *parts*: first one for each position; then, if the optimizer state is in shards over
-the replicas, one for each worker, with the shards for which this worker is the primary (``part_of``).
+A *giver* copies a state to its *keeper* in another domain, and keeps a copy itself.  Whichever domain is lost, the
+other domain has the states of all positions, of the same iteration.  A snapshot consists of *parts*.  The first parts
+are the states of the positions.  If the optimizer state is spread over the replicas, one part for each worker follows,
+with the shards for which this worker is the primary (``part_of``).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from dataclasses import dataclass
 from recover_megatron.workload.domains import Touched, fewest_shared, touched_by
 
 FIRST_INTERVAL = 10
-"""Number of iterations between two snapshots until their cost has been measured."""
+"""Number of iterations between two snapshots before the cost of a snapshot has been measured."""
 DOMAIN_SECONDS = 5000 * 3600.0
-"""Mean seconds between losses of one node: a value between the 6,300 hours of Llama 3's training (419 interruptions in
-54 days of 2,048 hosts) and the hours of older clusters."""
+"""Assumed mean time between losses of one node, in seconds.  Llama 3's training had 6,300 hours (419 interruptions in
+54 days of 2,048 hosts); older clusters had less."""
 MOST_SHARE = 0.01
 """Greatest share of an iteration's time that snapshots may take, on average."""
 
@@ -34,29 +35,30 @@ Groups = Mapping[frozenset[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Spread:
-    """Spread of an optimizer state over the replicas."""
+    """Distribution of the shards of an optimizer state over the replicas."""
 
     holders: int = 1
     """Number of replicas that hold each shard."""
     placed: bool = True
-    """True if the holders are chosen by their domains (shadows), not by Megatron (its optimizer instances)."""
+    """True if the holders are chosen by domain (shadows); false if Megatron places them (optimizer instances)."""
 
 
 def copies(
     replicas: Sequence[Sequence[int]], domains: Mapping[int, Sequence[str]], tier: str, spread: Spread | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Return snapshot part -> its giver and its keeper; empty: no snapshots are taken.
+    """Return number of the snapshot part -> (giver, keeper); empty: no snapshots are taken.
 
-    ``replicas``: the workers of each replica by position.  ``domains``: worker -> its domains.  ``tier``: "always";
-    "off"; "auto": only if the loss of one domain would take all holders of a part of the state, and some worker is
-    outside that domain.  ``spread``: None if the optimizer state is not spread.
+    ``replicas``: the workers of each replica by position.  ``domains``: worker -> its domains.  ``tier``: "always" and
+    "off" take snapshots always or never; "auto" takes snapshots only if the loss of one domain would take all holders
+    of some state, and a worker outside that domain can keep a copy.  ``spread``: None if the optimizer state is not
+    spread over the replicas.
     """
     workers = [worker for row in replicas for worker in row]
     own = {worker: frozenset(domains.get(worker, ())) for worker in workers}
     columns = list(zip(*replicas, strict=True))
     if tier == "off" or len(workers) < 2:
         return {}
-    everywhere = frozenset.intersection(*own.values())  # the loss of such a domain takes all workers
+    everywhere = frozenset.intersection(*own.values())  # domains that contain all workers: no keeper is outside
     if tier == "auto" and not any(
         frozenset.intersection(*(own[worker] for worker in column)) - everywhere for column in columns
     ):
@@ -74,15 +76,18 @@ def copies(
 
 
 def part_of(worker: int, workers: Sequence[int], positions: int) -> int:
-    """Return the number of the part with the shards of ``worker``; ``workers``: those that took the snapshot."""
+    """Return the number of the snapshot part with the shards of ``worker``.
+
+    ``workers``: the workers that took the snapshot; ``positions``: number of positions, whose parts come first.
+    """
     return positions + sorted(workers).index(worker)
 
 
 def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> bool:
-    """Return whether the loss of some domain breaks all replicas that hold a shard, and so loses its state.
+    """Return whether some shard is lost with one domain, because this domain breaks all replicas that hold the shard.
 
-    ``replicas``: one worker of each replica, in ring order.  If Megatron places the shards, their holders are not
-    known: returns whether a domain breaks as many replicas as hold a shard.
+    ``replicas``: one worker of each replica, in ring order.  The holders are not known here if Megatron places the
+    shards; then returns whether one domain breaks as many replicas as hold a shard.
     """
     broken: dict[str, int] = {}
     for worker in replicas:
@@ -97,10 +102,11 @@ def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> 
 def _column_copies(
     column: Sequence[int], own: Mapping[int, frozenset[str]], groups: Groups, load: dict[int, int]
 ) -> tuple[int, int]:
-    """Return a position's giver and keeper.  The keeper is a worker that shares the fewest domains with the giver.
+    """Return the giver and the keeper of a position's state, and count both in ``load``.
 
-    Of these workers the one that keeps the fewest parts is chosen; among equals a worker of the same position, which
-    has the state already.
+    The giver is the worker of ``column`` with the lowest load.  The keeper is one of the workers that share the fewest
+    domains with the giver: the one with the lowest load; of equal ones, preferably a worker of the same column, which
+    has the state anyway.
     """
     giver = min(column, key=lambda worker: (load[worker], worker))
     others, same = _farthest(giver, own, groups), set(column)
@@ -111,14 +117,14 @@ def _column_copies(
 
 
 def _farthest(giver: int, own: Mapping[int, frozenset[str]], groups: Groups) -> list[int]:
-    """Return the workers that share the fewest domains with ``giver``, which may be among them."""
+    """Return the workers that share the fewest domains with ``giver``; the result may contain ``giver``."""
     shared = {names: len(own[giver] & names) for names, there in groups.items() if there != [giver]}
     fewest = min(shared.values())
     return [worker for names, many in shared.items() if many == fewest for worker in groups[names]]
 
 
 def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[int, int]) -> list[tuple[int, int]]:
-    """Return giver and keeper of each worker's shards: the giver is this worker.
+    """Return (giver, keeper) for the shards of each worker, ascending; the giver is this worker.
 
     Takes time nearly linear in the number of workers.
     """
@@ -137,7 +143,7 @@ def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[
 
 
 def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) -> int:
-    """Return the worker in the heap ``queue`` that keeps the fewest parts and is not ``giver``; update its loads."""
+    """Return the worker in the heap ``queue`` with the lowest load, except ``giver``; update outdated loads in it."""
     skipped = []
     while True:
         known, worker = queue[0]
@@ -155,9 +161,9 @@ def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) ->
 def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
     """Return the number of iterations between two snapshots, by the rule of Young and Daly.
 
-    With it the snapshots cost as much time as the iterations that are run again after losses.  ``cost``: seconds that
-    the training waits for a snapshot; ``behind``: seconds that a snapshot takes in the background, which should end
-    before the next snapshot; ``iteration``: seconds of an iteration; ``domains``: number of domains that may be lost.
+    With this interval the snapshots take as much time as the iterations that are repeated after losses.  ``cost``:
+    seconds for which a snapshot delays the training.  ``behind``: seconds that a snapshot takes in the background; the
+    interval is no shorter.  ``iteration``: seconds of an iteration; ``domains``: number of domains that may be lost.
     """
     if iteration <= 0:
         return FIRST_INTERVAL
@@ -166,6 +172,8 @@ def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
 
 
 def needed(kept: int, largest: int) -> int:
-    """Return the host memory, in bytes, that a worker needs for two snapshots of ``kept`` parts of up to ``largest``
-    bytes each."""
+    """Return the bytes of host memory that a worker needs for two snapshots.
+
+    ``kept``: number of parts that the worker keeps of a snapshot; ``largest``: bytes of the largest part.
+    """
     return 2 * kept * largest

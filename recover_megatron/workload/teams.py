@@ -1,11 +1,11 @@
-"""Number of teams of each tensor-parallel group for each node, so that the fewest workers change position.
+"""Plan of the teams that each node forms, so that the fewest workers change position.
 
-A node with n workers has room for n // T **teams** of T workers (`placement`).  A team costs as many changes as it has
-positions without a worker:
+A **team** is the T workers of a tensor-parallel group (`placement`).  A node with n workers has room for n // T teams.
+A team costs as many changes as it has positions without a worker:
 
     positions   0  1 | 2  3        T = 2, G = 2 groups; this node has 5 workers, so room for 2 teams
-    standing    2  1 | 0  1        a team of (0, 1) costs 0, a second team of (0, 1) costs 1 (the worker at 3 changes
-    unbuilt     1                  to 1), a team of (2, 3) costs 1 (the worker without a model builds that of 2)
+    standing    2  1 | 0  1        a team of (0, 1) costs 0; a second team of (0, 1) costs 1 (the worker at 3 changes
+    unbuilt     1                  to 1); a team of (2, 3) costs 1 (the worker without a model builds the model of 2)
 
 The choice of each node's teams is a transportation problem, solved by cheapest paths: nodes supply room, groups demand
 teams, and the cost of a node's n-th team of a group grows with n.  A group that needs one more team finds
@@ -13,13 +13,12 @@ teams, and the cost of a node's n-th team of a group grows with n.  A group that
     a node with room:   the node forms the team, and the path ends;
     or a full node:     the node forms the team in place of a team of another group, which then needs one more team.
 
-If each path is the cheapest, and the shortest of the cheapest, the plan stays the cheapest for its number of teams.  So
-the result is exact, both in the number of teams and in the changes, as long as all workers may change position.  A
-worker that is **bound** to its position can be used only in teams of one group, so the room of its node differs by
-group.  An exact packing is then as hard as bin packing; the paths are still a good greedy rule, whose plans are all
-feasible.
+If each path is the shortest of the cheapest paths, the plan stays the cheapest for its number of teams.  So if all
+workers may change position, the result has the most teams and the fewest changes.  A worker that is **bound** to its
+position can be used only in teams of one group, so the room of its node differs by group.  An exact solution is then as
+hard as bin packing; the paths still give a feasible plan, and usually a good one.
 
-Nodes in the same state are interchangeable, so the search is over states, not nodes.
+Nodes in the same state are interchangeable, so the search is over states instead of nodes.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Holding:
-    """The workers of a node."""
+    """Numbers of workers on a node."""
 
     standing: Counts
-    """Number of workers by position, including workers that are on their way to the position already."""
+    """Number of workers at each position, including workers that build the model of this position now."""
     bound: Counts
-    """Number of the workers in ``standing``, by position, that cannot change position."""
+    """Number of workers at each position that cannot change position; they are included in ``standing``."""
     unbuilt: int
-    """Number of workers that have no position and can take any."""
+    """Number of workers that have no position yet and can take any position."""
 
     @property
     def movable(self) -> int:
@@ -56,9 +55,9 @@ class Holding:
 
 
 def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted: int) -> list[Counts]:
-    """Return, for each of ``nodes``, its number of teams of each group of ``tensor``.
+    """Return, for each of ``nodes``, the number of teams that it forms of each group of ``tensor``.
 
-    Each group gets ``wanted`` teams in all, or as many as possible.
+    Over all nodes each group gets ``wanted`` teams, or as many as possible; all groups get the same number.
     """
     team_size = len(tensor[0])
     wanted = min(wanted, sum(node.room(team_size) for node in nodes) // len(tensor))
@@ -71,7 +70,7 @@ def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted
 
 
 class _State(NamedTuple):
-    """A kind of node (the index of its holding), and its planned teams."""
+    """State of a node: its ``kind`` (an index into ``_Plan.kinds``), and its planned number of teams of each group."""
 
     kind: int
     teams: Counts
@@ -79,8 +78,11 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class _Path:
-    """Path to one more team of the first group; each step: a group, the state of the node that forms a team of this
-    group, and the group whose team the node drops for it (None: the node has room)."""
+    """Path to one more team of the first group.
+
+    A step is a group, the state of the node that forms a team of this group, and the group whose team this node drops
+    instead (None: the node has room).  ``cost``: number of workers that change position.
+    """
 
     cost: float = 0
     steps: tuple[tuple[int, _State, int | None], ...] = ()
@@ -100,17 +102,17 @@ _NEVER = _Path(cost=math.inf)
 
 @dataclass
 class _Plan:
-    """The planned teams of the nodes, and the cheapest ways to plan more."""
+    """The planned teams of the nodes, and the nodes that can form one more team most cheaply."""
 
     nodes: Sequence[Holding]
     tensor: Sequence[Sequence[int]]
     teams: list[Counts] = field(init=False)
-    """Node -> its planned number of teams of each group."""
+    """Planned number of teams of each group, for each node."""
     kinds: list[Holding] = field(init=False)
     members: dict[_State, list[int]] = field(default_factory=dict)
-    """The nodes in each state, a heap."""
+    """State -> the nodes in this state, as a heap."""
     offers: dict[tuple[int, int | None], list[tuple[int, _State]]] = field(default_factory=dict)
-    """(group, dropped group or None) -> a heap of (cost, state); entries whose state no node has now are skipped."""
+    """(group, dropped group or None) -> heap of (cost, state).  An entry is skipped if no node has its state now."""
 
     def __post_init__(self) -> None:
         self.teams = [(0,) * len(self.tensor)] * len(self.nodes)
@@ -121,18 +123,24 @@ class _Plan:
                 self._enter(node, _State(kinds[holding], self.teams[node]))
 
     def one_more(self, group: int) -> bool:
-        """Plan one more team of ``group`` in the cheapest way; return False, and an invalid plan, if that fails."""
+        """Plan one more team of ``group`` in the cheapest way.
+
+        Returns False if that is impossible; the plan is then invalid.
+        """
         path = self._cheapest_path(group)
         if path is None:
             return False
         for wants, state, dropped in path.steps:
-            if not self.members[state]:  # an earlier step used the last such node: only possible with bound workers
+            if not self.members[state]:  # an earlier step used the last such node (only with bound workers)
                 return False
             self._enter(heapq.heappop(self.members[state]), _State(state.kind, _changed(state.teams, wants, dropped)))
         return True
 
     def _cheapest_path(self, group: int) -> _Path | None:
-        """Return the cheapest path, of equally cheap paths the shortest, that has no group twice (Bellman-Ford)."""
+        """Return the cheapest path on which no group is repeated, by Bellman-Ford; None: no path exists.
+
+        Of equally cheap paths returns the shortest.
+        """
         direct = self._best_offer(group, None)
         if direct is not None and direct[0] == 0:
             return _Path(groups=(group,)).then(*direct, None)
@@ -156,7 +164,7 @@ class _Plan:
         return heap[0] if heap else None
 
     def _enter(self, node: int, state: _State) -> None:
-        """Change the state of ``node`` to ``state``; if no other node has this state, add the offers of the state."""
+        """Change the state of ``node`` to ``state``; add the state's offers if no other node is in it."""
         self.teams[node] = state.teams
         members = self.members.setdefault(state, [])
         heapq.heappush(members, node)
@@ -179,9 +187,9 @@ class _Plan:
         heapq.heappush(self.offers.setdefault((group, dropped), []), (cost, state))
 
     def _next_team(self, have: Counts, teams: Counts) -> Counts:
-        """Return, by group, how many positions lack a worker for one team more than ``teams``.
+        """Return, for each group, the number of positions without a worker for one more team of this group.
 
-        ``have``: number of workers by position.
+        ``have``: number of workers at each position; ``teams``: number of teams of each group so far.
         """
         return tuple(sum(have[p] <= teams[group] for p in self.tensor[group]) for group in range(len(teams)))
 

@@ -161,7 +161,7 @@ def test_workers_do_not_get_what_recovery_cannot_live_with_and_the_console_says_
 def test_a_run_that_gloo_cannot_be_aborted_in_is_refused(bench):
     script = bench.script(SHOW, "pretrain_mine.py")
     launch = bench.run(script, "--recover", "--mock-data", environment={"GLOO_DEVICE_TRANSPORT": "TCP_TLS"}, ends=2)
-    assert "GLOO_DEVICE_TRANSPORT=TCP_TLS: only gloo's connections over plain TCP" in launch.err
+    assert "GLOO_DEVICE_TRANSPORT=TCP_TLS: recovery can abort only plain TCP connections of gloo" in launch.err
     assert environments(launch) == {}
 
 
