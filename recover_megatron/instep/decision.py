@@ -1,4 +1,4 @@
-"""Status with which a worker joins an epoch, and the decision made from all statuses (`plan`), equal on all workers."""
+"""Records of a rendezvous: the status that each worker sends, and the decision that all workers compute (`plan`)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ _SEQUENCES = (
     "ran", "last_step", "unreached", "domains", "timeline", "checkpoints", "unreadable", "snapshots", "spoiled",
     "draining",
 )  # fmt: skip
-"""Fields of a status that are sequences."""
+"""Fields of ``JoinStatus`` that are sequences."""
 
 Timeline = tuple[int, int]
-"""The run since its last rollback: the epoch that decided that rollback, and the iteration to which it went back.
+"""The run since its last rollback: (epoch that decided the rollback, iteration to which the run went back).
 
 (0, 0): there was no rollback.  States of different timelines are never mixed, even if they have the same iteration.
 """
 Checkpoint = tuple[int, str]
-"""A complete checkpoint of this run: its iteration, and the argument of Megatron that names its folder (`SOURCES`)."""
+"""Complete checkpoint: (iteration, argument of Megatron that names the checkpoint's folder (``SOURCES``))."""
 NON_PERSISTENT = "non_persistent"
 """Source of checkpoints of which Megatron keeps only the last one (--non-persistent-ckpt-type global)."""
 SOURCES = ("save", "load", NON_PERSISTENT)
 MEMORY = "memory"
-"""The source of a rollback to snapshots in the workers' memory (`snapshots`)."""
+"""``Rollback.source`` of a rollback to the snapshots in the workers' memory (`snapshots`)."""
 HELD = "held"
-"""The source of a rollback to the older state of workers set aside, if the other workers' state is lost."""
+"""``Rollback.source`` of a rollback to the older state that workers set aside still have, if the newer state is
+lost."""
 Snapshot = tuple[int, int, int, int, int]
-"""A snapshot part that a worker holds: the part (``workload.snapshots``), the iteration after which it was taken, the
-epoch of its timeline, the epoch in which it was taken if parts of several epochs do not fit together (else 0), and the
-number of parts of the snapshot."""
+"""Snapshot part that a worker holds: (part (``workload.snapshots``), iteration after which it was taken, epoch of its
+timeline, epoch in which it was taken, number of parts of the snapshot).  The epoch in which it was taken is 0 if parts
+taken in different epochs fit together."""
 
 
 @dataclass(frozen=True)
@@ -42,75 +43,76 @@ class JoinStatus:
     """Status that a worker sends when it joins an epoch."""
 
     replica: int | None
-    """Its replica; None: a spare."""
+    """Replica of the worker; None: the worker is a spare."""
     position: int | None = None
-    """The position for which its model is built; None: it has no model (yet, or any more)."""
+    """Position for which the worker's model is built; None: the worker has no model."""
     at: int = 0
-    """Number of the decision that the worker works on or has just finished; steps and sections are counted together."""
+    """Number of the decision that the worker works on, or of its last decision; steps and sections share one count."""
     step: bool = False
-    """True if ``at`` is a training step that has begun."""
+    """True if decision ``at`` is a training step that the worker has begun."""
     boundary: bool = False
-    """True if ``at`` is a training step that this worker is about to begin: a plan may change its replica and state."""
+    """True if decision ``at`` is a training step that the worker is about to begin: the plan may give it another
+    state."""
     total: int = 0
-    """Number of microbatches of the step ``at``, over all replicas."""
+    """Number of microbatches of step ``at`` over all replicas."""
     ran: Sequence[int] = ()
-    """Ids of the microbatches whose gradients this worker's replica holds, all inner ranks together."""
+    """Ids of the microbatches, of all inner ranks, whose gradients the worker's replica holds."""
     iteration: int = 0
-    """The training iteration under way, from 1; for a spare: the iteration in which it became a spare."""
+    """Training iteration under way, from 1; for a spare: the newest iteration that it knows of."""
     last_step: tuple[int, int] = (0, 0)
-    """Iteration and decision number of the last training step that this worker has begun since it got its state."""
+    """(iteration, decision number) of the last training step that the worker has begun with its present state."""
     version: int | None = None
-    """Number of iterations that have updated its parameters and optimizer state; None: not known, or unusable."""
+    """Number of iterations whose updates are in the worker's parameters and optimizer state; None: no usable state."""
     digest: str = ""
-    """Digest of the state of ``version``; empty: not computed."""
+    """Digest of the worker's state after ``version`` iterations; empty: not computed."""
     aside: bool = False
-    """True for a spare that was set aside, alive but late: if the state of the others is lost, all workers may go back
-    to its state."""
+    """True for a spare that was set aside.  If no newer state is left, all workers may go back to this spare's
+    state."""
     pace: float = 0.0
-    """Measured seconds per microbatch of its replica, divided by those of the median replica; 0: not measured."""
+    """Seconds per microbatch of the worker's replica, divided by those of the median replica; 0: not measured."""
     ready: bool = False
-    """True for a spare that could take a place now."""
+    """True for a spare that can take a place now."""
     node: str = ""
-    """Name of its node: a tensor-parallel group stays within one node."""
+    """Name of the worker's node.  Tensor-parallel groups stay within a node, unless ``Rules.cross_node``."""
     domains: Sequence[str] = ()
-    """Names of its failure domains: its node, its rack (``workload.domains.names``)."""
+    """Names of the worker's failure domains, such as its node and its rack (``workload.domains.names``)."""
     device: int | None = None
-    """The number of its device on its node, from 0; None: not known.  Used in messages only."""
+    """Number of the worker's device on its node, from 0; None: not known.  Used in messages only."""
     checkpoint: str = ""
-    """The last checkpoint that it knows of, as text for messages."""
+    """The last checkpoint that the worker knows of, as text for messages."""
     note: str = ""
-    """Reason why it is a spare, for the log."""
+    """Reason why the worker is a spare, for the log."""
     peer_store: str = ""
-    """Address of the store on which it keeps the data that members of an epoch exchange (``collectives.peers``)."""
+    """Address of the worker's peer store, on which it publishes data for other members (``collectives.peers``)."""
     unreached: Sequence[int] = ()
-    """Live workers to which it tried to connect, and failed (``instep.meeting.edges``)."""
+    """Live workers to which the worker could not connect (``instep.meeting.edges``)."""
     building: bool = False
-    """True for a spare that builds its model and has no state."""
+    """True for a spare that is building its model, so that it has no state."""
     timeline: Timeline = (0, 0)
-    """The newest timeline that it knows; ``iteration`` belongs to it."""
+    """Newest timeline that the worker knows; ``iteration`` belongs to this timeline."""
     undone: int = 0
-    """The iteration that would have been next without the last rollback; 0: there was no rollback, or this worker knows
-    that it was carried out."""
+    """Iteration that would be next if the last rollback had not been decided; 0: no rollback is pending, as far as the
+    worker knows."""
     state_of: int = 0
-    """The epoch of the timeline to which ``version`` belongs."""
+    """Epoch of the timeline to which the worker's state belongs."""
     same_as: int = -1
-    """``Decision.same_as`` for ``timeline``."""
+    """Value of ``Decision.same_as`` in the worker's last plan; belongs to ``timeline``."""
     checkpoints: Sequence[Checkpoint] = ()
-    """The newest checkpoints that it knows."""
+    """The newest checkpoints that the worker knows."""
     unreadable: Sequence[int] = ()
-    """Iterations of checkpoints that it could not load."""
+    """Iterations of the checkpoints that the worker could not load."""
     snapshots: Sequence[Snapshot] = ()
-    """Complete snapshot parts that it holds."""
+    """Complete snapshot parts that the worker holds."""
     spoiled: Sequence[tuple[int, int]] = ()
-    """Iteration, and epoch of the timeline, of each snapshot that it could not load."""
+    """(iteration, epoch of the timeline) of each snapshot that the worker could not load."""
     snapshot_interval: int = 0
-    """Iterations between snapshots, as far as it knows; 0: not known."""
+    """Iterations between two snapshots, as far as the worker knows; 0: not known."""
     draining: Sequence[str] = ()
-    """Nodes that an epoch has decided to drain (the coordinator reads this field, too)."""
+    """Nodes that an earlier epoch has decided to drain.  The coordinator reads this field, too."""
     flags: str = ""
-    """Digest of the flags with which it was started (`comparison`); empty: not compared."""
+    """Digest of the flags with which the worker was started (`comparison`); empty: not compared."""
     code: str = ""
-    """Digest of the program that it runs (`program`); empty: not compared."""
+    """Digest of the program that the worker runs (`program`); empty: not compared."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), **{name: list(getattr(self, name)) for name in _SEQUENCES}}
@@ -133,25 +135,27 @@ def _hashable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Rollback after the run's state is lost: every worker with a place loads a checkpoint or a snapshot in place."""
+    """Rollback of a run whose state is lost: all workers with a place continue from an older state, without a
+    restart."""
 
     iteration: int
-    """The last iteration whose update is in the state to which the run goes back."""
+    """Last iteration whose update is in the state to which the run goes back."""
     source: str
-    """The argument of Megatron that names the checkpoint's folder; or ``MEMORY``; or ``HELD``: the workers with a place
-    have the state already."""
+    """Argument of Megatron that names the checkpoint's folder (``SOURCES``); or ``MEMORY``: a snapshot is loaded; or
+    ``HELD``: the workers with a place have the older state already."""
     lost: int
-    """Number of iterations that were committed after ``iteration`` and are run again.  It includes those of an earlier
-    rollback that this rollback replaced before it was carried out.  If no live worker knows the last iterations, the
-    number is estimated from the last heartbeats of the lost workers; iterations after these heartbeats are not counted.
+    """Number of iterations that were committed after ``iteration`` and are run again.
+
+    If this rollback replaces an earlier one that was not carried out, the iterations of both count.  If no live
+    worker knows the last iterations, the number is estimated from the last heartbeats of the lost workers.
     """
     committed: bool = False
-    """True if ``lost`` includes the iteration that was under way when the state was lost: its step was committed, but
+    """True if ``lost`` includes the iteration that was under way when the state was lost.  Its step was committed, but
     its evaluation may not have been run."""
 
     @property
     def next(self) -> int:
-        """The first iteration after the iterations that are run again."""
+        """The first iteration after those that are run again."""
         return self.iteration + self.lost + 1
 
     @property
@@ -162,133 +166,137 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Kept:
-    """The newest complete snapshot: each of its parts is held by some live worker."""
+    """The newest complete snapshot: live workers hold all of its parts."""
 
     iteration: int
     holders: Mapping[int, Mapping[int, str]]
-    """Part -> worker that holds it -> the address of its peer store."""
+    """Part -> worker that holds this part -> address of the worker's peer store."""
     taken: int = 0
-    """Epoch in which it was taken, if parts of several epochs do not fit together; else 0."""
+    """Epoch in which the snapshot was taken; 0 if parts taken in different epochs fit together."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Settings that every worker of a run knows and that no epoch changes."""
+    """Settings of a run: equal on all workers, and never changed by an epoch."""
 
     least: int = 1
-    """Least number of microbatches per inner rank in a pass of a replica that runs any (``workload.assign``)."""
+    """Least number of microbatches per inner rank in a pass, unless the replica runs none (``workload.assign``)."""
     cross_node: bool = False
     """True if a tensor-parallel group may span nodes."""
     strict: bool = False
-    """True if the run terminates when the states of a column differ and no majority shows which is right."""
+    """True if the run ends when the states of a column differ and no state has a majority."""
     spread: bool = False
-    """True if the optimizer state is spread over the replicas: no worker has the complete state of its position."""
+    """True if the optimizer state is spread over the replicas, so that no worker has the complete state of its
+    position."""
     replaced: bool = False
-    """True if replacements may come for lost workers."""
+    """True if replacements for lost workers may join the run."""
     min_replicas: int = 1
-    """Least number of replicas: with fewer the run terminates."""
+    """Least number of replicas with which the run continues."""
     shards: int = 0
-    """Number of shards per copy, if Megatron's optimizer instances are the copies of a spread state; else 0."""
+    """Number of shards in each copy of a spread state, if Megatron's optimizer instances are the copies; else 0."""
     holders: int = 1
-    """Number of workers that hold each part of a spread state: its primary and its shadows."""
+    """Number of workers that hold each part of a spread state: one primary, and its shadows."""
     placed: bool = True
-    """True if the holders are chosen by their failure domains, not by Megatron (its optimizer instances)."""
+    """True if failure domains decide which workers hold a part; False if Megatron's optimizer instances do."""
     memory: str = "off"
     """Mode of the snapshots in memory; "off": none are taken.  See ``workload.snapshots.copies``."""
     memory_interval: int = 0
-    """Iterations between two snapshots; 0: chosen by their cost."""
+    """Iterations between two snapshots; 0: the run chooses the number by the cost of a snapshot."""
     spares: int = 0
-    """Number of workers without a place that a growing run keeps as spares for losses."""
+    """Number of spares that a growing run keeps for losses, instead of giving them places."""
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """Facts for an epoch's plan about workers that are not among its members."""
+    """Facts about workers outside an epoch, which the epoch's plan needs."""
 
     committed: int = 0
-    """Number of the last committed decision, which members that were set aside may not know."""
+    """Number of the last committed decision; members that were set aside may not know it."""
     seen: int = 0
-    """The newest iteration reported by workers that were lost with the previous epoch; 0: no worker was lost."""
+    """Newest iteration that the workers lost since the previous epoch had reported; 0: no worker was lost."""
     aside: bool = False
     """True if some workers are set aside and may come back with their state."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Result of an epoch's rendezvous; ``plan`` computes it."""
+    """Plan of an epoch: places, lost microbatches, and states to send; `plan` computes it from the statuses."""
 
     epoch: int
     grid: Mapping[int, tuple[int, ...]]
-    """Replica -> its workers by position, in the order of the ids."""
+    """Replica, ascending -> its workers by position."""
     spares: tuple[int, ...]
     iteration: int = 0
-    """The newest iteration that any member reports."""
+    """Newest iteration that any member reports; with a rollback, the iteration after ``rollback.iteration``."""
     checkpoint: str = ""
-    """The last checkpoint known to the members at that iteration, as text."""
+    """Last checkpoint known to the members that report the newest iteration, as text."""
     at: int = 0
     step: bool = False
-    """True if ``at`` is a step for which some replica holds gradients."""
+    """True if decision ``at`` is a step that some replica has begun."""
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    """Replica -> for each inner rank, the ids of the lost microbatches that it runs."""
+    """Replica -> for each inner rank, the ids of the lost microbatches that this inner rank runs."""
     paces: Mapping[int, float] = field(default_factory=dict)
-    """Replica -> its pace, for replicas with a measured pace (``workload.quotas``)."""
+    """Replica -> pace (``JoinStatus.pace``), for replicas with a measured pace."""
     regroup: bool = False
     """True if the grid will change at the next boundary: replicas leave, or spares form new ones."""
     fresh: tuple[int, ...] = ()
-    """The replicas that this epoch formed."""
+    """New replicas that this epoch forms."""
     version: int | None = None
     """Version of the state with which the fresh replicas begin."""
     rollback: Rollback | None = None
-    """The rollback that restores the run's state, if it is lost; ``iteration`` is then the one after the rollback's."""
+    """Rollback that restores the run's lost state; None: the state is not lost, or cannot be restored."""
     undone: int = 0
-    """``JoinStatus.undone`` of all members until the pending rollback is carried out; 0: no rollback is pending."""
+    """Value that all members report as ``JoinStatus.undone`` until the rollback is carried out; 0: none is pending."""
     timeline: Timeline = (0, 0)
-    """The newest timeline: all workers with a place are in it, or will be after their rollback."""
+    """Newest timeline.  All workers with a place are in it, or will be after their rollback."""
     before: Timeline = (0, 0)
-    """The timeline of all members when they met."""
+    """Newest timeline that any member reported when this decision was made."""
     same_as: int = -1
-    """The epoch of the earlier timeline whose states of iteration ``timeline[1]`` can still be used, because
-    ``timeline`` began with these states, without loading any (``HELD``); -1: there is none."""
+    """If ``timeline`` began with states that workers still had (``HELD``): epoch of the earlier timeline of these
+    states, which remain usable.  Otherwise -1."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """The newest checkpoints that any member knows, newest first."""
+    """Newest checkpoints that any member knows, newest first."""
     copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Snapshot part -> the worker that takes and keeps it, and the worker with a copy; empty: none are taken."""
+    """Snapshot part -> (worker that takes and keeps it, worker that keeps a copy); empty: no snapshots are taken."""
     kept: Kept | None = None
-    """The newest complete snapshot of the timeline ``before``; None: there is none."""
+    """The newest complete snapshot of the timeline ``before``; None: no snapshot is complete."""
     covered: bool = False
-    """True if every worker that ``copies`` names for a part holds this part of ``kept``."""
+    """True if the snapshot ``kept`` is complete on the workers in ``copies``: each of these holds its part."""
     snapshot_interval: int = 0
     """Iterations between two snapshots."""
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Worker that needs a state -> all workers that hold it, the preferred sender first: they share the work."""
+    """Worker that needs a state -> all workers that can send this state, the preferred one first; each sends a
+    share."""
     repaired: tuple[int, ...] = ()
-    """Workers that need a state because theirs differs from that of most of their column."""
+    """Workers that receive a state because their own state differs from the majority of their column."""
     disputed: tuple[int, ...] = ()
-    """Workers of columns whose states differ without a majority for any: the lowest replica's state was taken."""
+    """Workers of columns whose states differ without a majority; these columns use the state of their lowest
+    replica."""
     short: bool = False
-    """True if the run could go back to a checkpoint if it had enough workers for a replica, and more may come."""
+    """True if live workers are too few for a replica, but more may come, and the run could then go back to an older
+    state."""
     rebuild: Mapping[int, int] = field(default_factory=dict)
-    """Spare -> position for which it should build its model."""
+    """Spare -> position for which this spare must build a model."""
     mirrors: Mapping[int, int] = field(default_factory=dict)
-    """Spare -> worker whose state the spare copies before every step, because no other worker has that state."""
+    """Spare -> worker whose state this spare copies before every step, because no other worker has the state."""
     enough: int = 0
-    """Number of replicas that exist now, or may exist once all live workers are ready for a place."""
+    """Greatest number of replicas that the run may have when all live workers are ready for a place."""
     state_lost: str = ""
-    """Reason why the state is lost although enough workers for a replica live; empty: it is not lost."""
+    """Reason why the state is lost although enough workers for a replica live; empty: the state is not lost."""
     peer_stores: Mapping[int, str] = field(default_factory=dict)
-    """Worker with a place -> the address of its peer store."""
+    """Worker with a place -> address of this worker's peer store."""
     touched: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """Worker with a place -> the failure domains whose loss would break its replica."""
+    """Worker with a place -> failure domains whose loss would break this worker's replica."""
     broken: frozenset[Edge] = frozenset()
     """Pairs of live workers that cannot connect to each other."""
     left_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
-    """Complete replicas that are left out -> the broken edges that caused it."""
+    """Complete replica that gets no place -> the broken edges that are the reason."""
     draining: tuple[str, ...] = ()
-    """Nodes that the run drains: workers there with a place leave at the next boundary, the others leave now."""
+    """Nodes that the run drains.  Workers with a place on these nodes leave at the next boundary, all others now."""
     undrained: Mapping[str, str] = field(default_factory=dict)
-    """Node that should be drained, but is not -> the reason why the run cannot do without it."""
+    """Node whose drain was refused -> reason why the run needs this node."""
     leaving: frozenset[int] = frozenset()
-    """The replicas that leave at the next boundary: they have a worker on a node to be drained."""
+    """Replicas that leave at the next boundary, because one of their workers is on a node to be drained."""
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -300,7 +308,7 @@ class Decision:
         return sorted(worker for workers in self.grid.values() for worker in workers)
 
     def slots(self, launch: LaunchGrid) -> dict[Slot, int]:
-        """Slot -> worker in it, ascending."""
+        """Return slot -> worker in this slot, in ascending order of the slots."""
         pairs = (
             (slot, worker)
             for replica, workers in self.grid.items()
@@ -309,11 +317,11 @@ class Decision:
         return dict(sorted(pairs))
 
     def peer_stores_by_slot(self, launch: LaunchGrid) -> dict[Slot, str]:
-        """Slot -> the address of the peer store of the worker in it."""
+        """Return slot -> address of the peer store of the worker in this slot."""
         return {slot: self.peer_stores[worker] for slot, worker in self.slots(launch).items()}
 
     def place(self, worker: int) -> tuple[int, int] | None:
-        """(replica, position) of a worker; None: it has no place."""
+        """Return (replica, position) of ``worker``; None: the worker has no place."""
         for replica, workers in self.grid.items():
             if worker in workers:
                 return replica, workers.index(worker)
@@ -321,13 +329,13 @@ class Decision:
 
 
 MOST_CHECKPOINTS = 4
-"""Number of newest checkpoints that are reported: if the newest cannot be read, an older one is loaded."""
+"""Greatest number of checkpoints that are reported.  If the newest cannot be read, an older one is loaded."""
 
 
 def merged(*known: Iterable[Checkpoint], until: Rollback | None = None) -> tuple[Checkpoint, ...]:
     """Return the newest of the ``known`` checkpoints, newest first, at most two of them ``NON_PERSISTENT``.
 
-    ``until``: the rollback in progress; checkpoints newer than its state could not be loaded, and are left out.
+    ``until``: a rollback.  Checkpoints after the rollback's iteration could not be loaded, and are left out.
     """
     last = inf if until is None else until.iteration
     every = sorted({checkpoint for group in known for checkpoint in group if checkpoint[0] <= last}, reverse=True)
@@ -342,9 +350,9 @@ class LostWorker:
     worker: int
     node: str = ""
     device: int | None = None
-    """Number of its device on its node, from 0."""
+    """Number of the worker's device on its node, from 0."""
     phase: str = ""
-    """Its phase in the iteration of its loss, from its last heartbeat, which may be up to one interval old."""
+    """Last reported phase in the iteration of the loss; at most one heartbeat interval older than the loss."""
 
     def __str__(self) -> str:
         places = [f"node {self.node}"] * bool(self.node) + [f"GPU {self.device}"] * (self.device is not None)
@@ -369,7 +377,8 @@ class Failure:
 
 
 SnapshotName = tuple[int, int]
-"""A snapshot's iteration, and the epoch in which it was taken if that matters, else 0; a newer snapshot is larger."""
+"""Name of a snapshot: (iteration after which it was taken, epoch in which it was taken).  The epoch is 0 if parts taken
+in different epochs fit together.  Newer snapshots have larger names."""
 
 
 @dataclass(frozen=True)
@@ -379,9 +388,10 @@ class Taking:
     epoch: int
     iteration: int
     parts: int
-    """The number of its parts (``workload.snapshots``)."""
+    """Number of parts of the snapshot (``workload.snapshots``)."""
     together: bool = False
-    """True if its parts are shards, cut for the members of one epoch: then only parts of one epoch fit together."""
+    """True if the parts are shards cut for one epoch's members, so that parts of different epochs do not fit
+    together."""
 
     @property
     def name(self) -> SnapshotName:

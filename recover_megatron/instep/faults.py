@@ -1,14 +1,14 @@
-"""Attributes an exception to a peer, to this worker's host or device, or to the training code.
+"""Decides what caused an exception: a model-parallel peer, this worker's host or device, or the training code.
 
 peer         an operation on a group of this replica failed         ``is_in_a_group`` if a peer is lost, otherwise
                                                                     ``is_communication``; the worker is an orphan
 own host     this host or device has a fault                        ``is_own``; the worker exits, the run continues
 CUDA context CUDA has failed in this process                        ``is_of_device``; the worker exits soon, even if it
                                                                     is an orphan or a call hangs (``exit_soon``)
-any other    this worker or the training code is at fault: the      ``signature``; the worker exits; the run ends if
-             coordinator compares the errors of all workers         other workers fail with the same error
+any other    this worker or the training code is at fault           the worker exits and reports ``signature``; the run
+                                                                    ends if other workers report the same signature
 
-``InStepError`` and its subclasses are the reasons for which a worker leaves the training before its end.
+An ``InStepError`` makes a worker leave the training before its end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ EXIT_REFUSED = 2
 
 
 class Orphaned(InStepError):
-    """Raised when this worker's replica is broken: another of its workers is lost.
+    """Raised when this worker's replica is broken, because another worker of the replica is lost.
 
-    This worker leaves the training and waits.
+    This worker then leaves the training and waits for a place.
     """
 
 
@@ -49,17 +49,17 @@ class NoReplica(InStepError):
 
 
 class WrongGradients(Disagreement):
-    """Raised if a finished pass of this worker has added gradients that are not those of its microbatches."""
+    """Raised after a forward and backward pass if this worker has added wrong gradients to the buckets."""
 
 
 class StateLost(InStepError):
-    """Raised if enough workers for a replica live, but no worker holds the state of some position: exit code 12."""
+    """Raised if enough workers for a replica live, but some state of the training is lost: exit code 12."""
 
     code = EXIT_STATE_LOST
 
 
 class RunOver(InStepError):
-    """Raised when the run is over for this worker, which has no place; ``code``: the exit code, text: the reason."""
+    """Raised when a worker without a place must exit, with ``code``; the exception's text is the reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -67,7 +67,7 @@ class RunOver(InStepError):
 
 
 class Drained(RunOver):
-    """Raised when this worker's node is drained: it has left the run in order, and the run continues without it."""
+    """Raised when this worker has left the run because its node is drained: exit code 0.  The run continues."""
 
     def __init__(self, node: str) -> None:
         super().__init__(0, f"node {node} is drained")
@@ -81,7 +81,7 @@ class OtherFlags(RunOver):
 
 
 class OtherPosition(InStepError):
-    """Raised if the run wants this worker in another position: it builds the model of ``position`` and waits again."""
+    """Raised if the plan needs this spare in another ``position``: it must build that model, then wait again."""
 
     def __init__(self, position: int) -> None:
         super().__init__(f"the run wants this worker in position {position}")
@@ -89,12 +89,14 @@ class OtherPosition(InStepError):
 
 
 class Spoiled(ValueError):
-    """Raised if no worker holds an intact copy of the snapshot."""
+    """Raised if no live worker has an intact copy of a snapshot part."""
 
 
 class CheckpointFailed(InStepError):
-    """Raised if a checkpoint cannot be written.  ``own``: True if the fault is this worker's alone.  ``to_folder``:
-    True if the folder cannot be written; then the message is enough, without a traceback.
+    """Raised if a checkpoint cannot be written.
+
+    ``own``: True if only this worker is at fault.  ``to_folder``: True if the checkpoint's folder cannot be written;
+    then no traceback is logged.
     """
 
     def __init__(self, message: str, *, own: bool, to_folder: bool = False) -> None:
@@ -103,7 +105,7 @@ class CheckpointFailed(InStepError):
 
 
 class UnknownOperation(InStepError):
-    """Raised for an operation over replicas inside a step whose purpose the recovery does not know: exit code 1."""
+    """Raised if code inside a step calls an operation over replicas that the recovery cannot replace: exit code 1."""
 
 
 _SIGNS = (
@@ -113,10 +115,11 @@ _SIGNS = (
     "ncclSystemError",
     "NCCL communicator was aborted",
 )
-"""Texts of torch's communication errors that have no type of their own (gloo raises RuntimeError)."""
+"""Texts of communication errors that torch raises as plain RuntimeErrors, as gloo does."""
 
 _COMMON_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-"""Texts that errors of other libraries have, too: such an error counts only if an operation on a group raised it."""
+"""Texts that also occur in errors of other libraries.  Such an error counts only if an operation on a group raised
+it."""
 
 _IN_A_GROUP = (
     "torch/distributed/distributed_c10d.py",
@@ -125,22 +128,22 @@ _IN_A_GROUP = (
     "recover_megatron/instep/groups/process_group.py",
     "recover_megatron/instep/groups/traffic.py",
 )
-"""Source files of operations on groups."""
+"""Parts of the paths of source files that carry out operations on groups."""
 
 _IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data/source.py")
-"""Source files that read samples.  A connection error raised in them is no fault of a worker: a data store closed the
-connection."""
+"""Parts of the paths of source files that read samples.  Connection errors there come from a data store, not from a
+worker."""
 
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 DISK_QUOTA = "Disk quota exceeded"
 _FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
-"""A file system with fewer free bytes counts as full, since torch's archive writer does not report why it failed."""
+"""Free bytes below which a file system counts as full: torch's archive writer does not report why it failed."""
 
 _FILE_NUMBERS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-"""Numbers of errors of open files; such an error does not contain the file's name."""
+"""Error numbers of operations on open files; such an OSError does not contain the file's name."""
 _ARCHIVE = "PytorchStreamWriter failed"
-"""Text of errors of torch's archive writer, which do not contain the file's name either."""
+"""Text of errors of torch's archive writer; such an error does not contain the file's name."""
 
 _OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_FULL_NUMBERS)
 
@@ -148,7 +151,7 @@ _OWN_SIGNS = (
     "Too many open files",
     "Cannot allocate memory",
     *_FULL_SIGNS,
-    "items of ancdata",  # torch's text if a process cannot open the file descriptors sent to it
+    "items of ancdata",  # from torch, if a process cannot open file descriptors that were sent to it
     "insufficient shared memory",
     "uncorrectable ECC",
     "uncorrectable NVLink",
@@ -158,8 +161,9 @@ _OWN_SIGNS = (
     "no CUDA-capable device",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
-"""Texts of errors of any type that the training code does not cause: full tables, disks and memories of hosts, and
-failed devices.  Full device memory is not among them: the training code may need too much on every worker.
+"""Texts of errors of a worker's host or device: full tables, disks or memory of the host, and failed devices.
+
+Full device memory is not listed, since the training code may need too much memory on every worker.
 """
 
 _CUDA_SIGN = "CUDA error:"
@@ -169,19 +173,19 @@ _CUDA_FULL = "out of memory"
 """Text of the only CUDA error after which a process can continue."""
 
 _FROM_A_LOADER = "in DataLoader worker process"
-"""Text in an exception raised by a process of a torch DataLoader: its traceback and its own text follow."""
+"""Text in an error that a process of a torch DataLoader raised; the original traceback and error follow it."""
 
 
 def is_communication(error: BaseException) -> bool:
-    """Return whether ``error`` came from an operation on a group of processes, so that another worker may be its cause.
+    """Return whether ``error`` is a communication error, so that the loss of another worker may be its cause.
 
-    True also if it was raised while such an error was handled (torch's logging of the error may fail).
+    Also True if ``error`` was raised while a communication error was handled: torch's logging of errors may fail.
     """
     return any(map(_is_communication, _causes(error)))
 
 
 def _is_communication(error: BaseException) -> bool:
-    if not isinstance(error, (ConnectionError, RuntimeError)):  # torch's types for it are RuntimeErrors
+    if not isinstance(error, (ConnectionError, RuntimeError)):  # all communication errors of torch are RuntimeErrors
         return False
     files = _files(error)
     if _any_in(files, _IN_THE_DATA):
@@ -193,7 +197,7 @@ def _is_communication(error: BaseException) -> bool:
 
 
 def is_in_a_group(error: BaseException) -> bool:
-    """Return whether ``error`` was raised in an operation on a group of processes, whatever its text.
+    """Return whether an operation on a group of processes raised ``error``, whatever the error's text.
 
     If another worker of the group is lost, this loss is the cause of the error.
     """
@@ -202,14 +206,14 @@ def is_in_a_group(error: BaseException) -> bool:
 
 
 def _files(error: BaseException) -> list[str]:
-    """Source files of the frames in the traceback."""
+    """Return the source files of the frames in the error's traceback."""
     return [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def is_own(error: BaseException) -> bool:
     """Return whether ``error`` is a fault of this worker's host or device, which other workers need not have.
 
-    For a ``CheckpointFailed`` its attribute ``own`` decides: an error of the checkpoint's file system is no worker's.
+    For a ``CheckpointFailed`` the attribute ``own`` decides, since workers share the checkpoint's file system.
     """
     if isinstance(error, CheckpointFailed):
         return error.own
@@ -219,8 +223,8 @@ def is_own(error: BaseException) -> bool:
 def is_of_device(error: BaseException) -> bool:
     """Return whether CUDA has failed in this process: later CUDA calls may fail as well, or hang.
 
-    "To continue using CUDA, the process must be terminated and relaunched" holds for nearly all CUDA errors, above all
-    for errors in kernels, which the next CUDA call reports, whatever that call does.
+    After nearly all CUDA errors the process must be restarted.  An error in a kernel is reported by the next CUDA call,
+    whatever this call does.
     """
     return any(_is_of_device(each) for each in _causes(error))
 
@@ -232,7 +236,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException, folder: str) -> bool:
-    """Return whether ``error``, raised while a file was written, means that the file system of ``folder`` is full."""
+    """Return whether a full file system of ``folder`` caused ``error``, which was raised while a file was written."""
     if any(_is(each, _FULL_NUMBERS, _FULL_SIGNS) and not _is_elsewhere(each, folder) for each in _causes(error)):
         return True
     try:
@@ -243,7 +247,7 @@ def is_full(error: BaseException, folder: str) -> bool:
 
 
 def is_write(error: BaseException, folder: str) -> bool:
-    """Return whether ``error`` means that ``folder``, or a file in it, cannot be written."""
+    """Return whether ``error`` shows that ``folder`` or a file in this folder cannot be written."""
     if is_full(error, folder) or is_of_folder(error, folder):
         return True
     found = [each for each in _causes(error) if not _is_elsewhere(each, folder)]
@@ -251,7 +255,7 @@ def is_write(error: BaseException, folder: str) -> bool:
 
 
 def is_of_folder(error: BaseException, folder: str) -> bool:
-    """Return whether the text of ``error`` names ``folder`` or a file in it."""
+    """Return whether the text of ``error`` contains the path of ``folder`` or of a file in this folder."""
     return any(_names(each, folder) for each in _causes(error))
 
 
@@ -269,13 +273,14 @@ def _is(error: BaseException, numbers: tuple[int, ...], signs: tuple[str, ...]) 
 
 
 def signature(error: BaseException) -> str:
-    """Return an exception as one line; for the same fault, all lines agree except in numbers (ranks, devices)."""
+    """Return an exception as one line that is equal on all workers for the same fault, except for numbers such as
+    ranks."""
     text = " ".join(str(error).split())
     full = platform.node()
     for name in (full, full.partition(".")[0]):
         if name:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "this host", text)
-    if _FROM_A_LOADER in text:  # another worker's main process may raise the error that this loader process raised
+    if _FROM_A_LOADER in text:  # keep only the original error, which the main process of another worker may raise
         text = text.rpartition(f" {type(error).__name__}: ")[2]
     return f"{type(error).__name__}: {text}"[:1000]
 
@@ -287,7 +292,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception and its causes and contexts."""
+    """Yield ``error`` and the exceptions that caused it, as ``__cause__`` and ``__context__`` name them."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -301,28 +306,28 @@ def _any_in(texts: list[str], parts: Iterable[str]) -> bool:
 
 
 END_SECONDS = 4.0
-"""Seconds after which a process with a broken device exits, if it has not exited before."""
+"""Seconds after which a process with a broken device exits, if it has not ended in order."""
 
 
 def check_device(device: torch.device) -> None:
-    """Return if ``device`` still computes; raise CUDA's error if an earlier kernel has broken this process."""
+    """Check that ``device`` still computes; raise CUDA's error if an earlier kernel has broken this process."""
     if device.type == "cuda":
         torch.zeros(1, device=device).add_(1)
         drained(device, within())
 
 
 def break_device(device: torch.device) -> None:
-    """Index beyond a tensor on ``device``: the kernel's assertion breaks CUDA until the process exits."""
+    """Break CUDA in this process, for fault injection, by an index beyond the end of a tensor on ``device``."""
     torch.zeros(4, device=device)[torch.tensor([1 << 30], device=device)]
 
 
 def exit_soon(seconds: float = END_SECONDS) -> None:
-    """Make this process exit within ``seconds``: with a broken device any later call may hang."""
+    """Make this process exit after ``seconds`` at the latest, since calls may hang after a device has failed."""
     timer = threading.Timer(seconds, _end)
     timer.daemon = True
     timer.start()
 
 
 def _end() -> None:
-    log.info("the device of this worker has failed, and an orderly exit takes too long: the process exits now")
+    log.info("the device of this worker has failed, and its process has not ended in time: the process exits now")
     os._exit(EXIT_OWN_FAULT)

@@ -22,13 +22,13 @@ from recover_megatron.network.peer_store import PeerStoreServer
 
 
 class Hooks(Protocol):
-    """The training framework's side: actions at turning points, and facts about itself.
+    """Interface that the training framework implements: actions at turning points, and facts about the training.
 
-    Methods are called in the main thread where their docstring says so.  All others may also be called in the session's
-    or the spare's thread; they must be quick, wait for no other worker, and call no method of the manager that meets
-    others.
+    Methods whose docstring says so are called in the main thread only.  All other methods may also be called in the
+    session's or the spare's thread.  They must be quick, and neither wait for other workers nor call a method of the
+    manager that does.
 
-        a mate is lost, or this worker is out of the run            abort_replica
+        a model-parallel peer is lost, or this worker is evicted    abort_replica
         this worker joins an epoch                                  version, state_of, last_step, checkpoints,
                                                                     last_checkpoint, iteration
         ... at a boundary where states are compared                 digest
@@ -43,71 +43,71 @@ class Hooks(Protocol):
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         """Abort all communication inside this worker's replica: pending operations on this worker raise an error.
 
-        ``all_heard``: function that returns when it is safe to abort operations whose failure another worker of the
-        replica could misread (``collectives.epoch``).
+        ``all_heard``: function that waits until all workers know that the epoch is over.  NCCL operations must be
+        aborted after that, since an abort may look like a success to other members (``collectives.epoch``).
         """
 
     def planned(self, decision: Decision) -> None:
-        """Take up a new epoch with a place for this worker: its rank and role may have changed.  In the main thread."""
+        """Adapt to a new epoch, in which this worker's rank and role may have changed.  Called in the main thread."""
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        """Keep, on this spare, the state of the worker that ``decision`` names, until the epoch ends.
+        """Mirror on this spare, until the epoch ends, the state of the worker that ``decision.mirrors`` names.
 
-        Returns the changed fields of the spare's ``JoinStatus``.  In the main thread.
+        Returns the changed fields of the spare's ``JoinStatus``.  Called in the main thread.
         """
 
     def inject(self, phase: str, iteration: int | None) -> None:
         """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the iteration under way)."""
 
     def log(self, event: str, **fields: Any) -> None:
-        """Write a line of events.jsonl, if this worker is the one that writes them; ``fields``: JSON values."""
+        """Write a line of events.jsonl, if this worker writes this file; ``fields``: JSON values."""
 
     # ---- facts
 
     def iteration(self) -> int:
-        """The training iteration under way, from 1; 0: the training has not begun."""
+        """Return the training iteration under way, from 1; 0: the training has not begun."""
 
     def version(self) -> int | None:
-        """Number of iterations that have updated the parameters and the optimizer state; None: they are unusable."""
+        """Return how many iterations have updated the parameters and optimizer state; None: these are unusable."""
 
     def state_of(self) -> int:
-        """The epoch of the timeline to which this worker's state belongs (``decision.Timeline``)."""
+        """Return the epoch of the timeline to which this worker's state belongs (``decision.Timeline``)."""
 
     def digest(self) -> str:
-        """Digest of the state: equal strings in a column mean equal states; empty: none.  In the main thread."""
+        """Return a digest of the state, equal for equal states in a column; empty: none.  Called in the main thread."""
 
     def last_step(self) -> tuple[int, int]:
-        """The last training step that this worker has begun since it got its state: the iteration, and the number of
-        the decision; (0, 0): none."""
+        """Return (iteration, decision number) of the last training step begun with the present state; (0, 0): none."""
 
     def checkpoints(self) -> tuple[Sequence[Checkpoint], Collection[int]]:
-        """The complete checkpoints that the run could go back to, as far as this worker knows, and the iterations of
-        the checkpoints that it has failed to load."""
+        """Return the complete checkpoints known to this worker, and the iterations of those that it failed to load."""
 
     def last_checkpoint(self) -> str:
-        """The last checkpoint that this worker knows, as text for messages."""
+        """Return the last checkpoint that this worker knows, as text for messages."""
 
     def describe(self, decision: Decision) -> dict[str, Any]:
-        """Further fields for the event of a new plan, by name; JSON values."""
+        """Return additional fields for the event ``plan``: name -> JSON value."""
 
 
 FIRST_SECONDS = 600.0
-"""Seconds beyond the hang timeout that may pass between marks in a worker's first decision, which compiles kernels."""
+"""Seconds, in addition to the hang timeout, between marks in a worker's first decision, in which it compiles
+kernels."""
 
 STORAGE_SECONDS = 3600.0
-"""Seconds beyond the hang timeout that reading or writing a checkpoint may take while no byte is moved."""
+"""Seconds, in addition to the hang timeout, for which reading or writing a checkpoint may move no byte."""
 LOOK_SECONDS = 1.0
 LEAST_BYTES = 1 << 16
-"""Least number of bytes between two checks that counts as progress; messages and the checks cause fewer."""
+"""Least number of bytes, read or written between two checks, that count as progress; a worker's messages cause
+fewer."""
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class ProgressReports:
-    """The decision that this worker works on (`rendezvous`), and its progress in it.
+    """Reports of one worker's progress, with the number of the worker's present decision (`rendezvous`).
 
-    Written by the main thread; only ``moving`` repeats marks in another thread.
+    Changed by the main thread; only ``moving`` repeats marks in another thread.
     """
 
     _session: Session
@@ -117,12 +117,12 @@ class ProgressReports:
     microbatch: int | None = field(default=None, init=False)
     """The microbatch that this worker has begun last."""
     tried: set[int] = field(default_factory=set, init=False)
-    """Microbatches of the present step that, as far as this worker knows, its replica has begun; empty once it is
-    committed."""
+    """Microbatches of the present step that this replica has begun, as far as this worker knows; empty after the
+    step."""
     phase: str = field(default="", init=False)
     """The phase of this worker's last mark."""
     _warm: bool = field(default=False, init=False)
-    """True if this worker has done everything that takes longer the first time."""
+    """True if this worker has finished a decision: later decisions compile no kernels, so they need less time."""
     _allow: float = field(default=0.0, init=False)
     _waits: bool = field(default=False, init=False)
     _marking: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -134,7 +134,8 @@ class ProgressReports:
         return self.at
 
     def agree(self, number: int) -> None:
-        """Report the decision done, and wait until all workers have; raises as ``Session.agree`` does."""
+        """Report decision ``number`` done, and wait until all workers have done so; raises as ``Session.agree``
+        does."""
         self.inject("agree")
         self.mark("agree", waiting=True)
         self._session.agree(number)
@@ -143,8 +144,8 @@ class ProgressReports:
     def end_run(self, what: str, error: Exception) -> None:
         """Terminate the run for all workers, with exit code 1, before the iteration under way is committed.
 
-        Returns when this worker is out of the run.  Until then no epoch begins without this worker, so nothing is
-        committed; if the coordinator is lost, this worker reports the error to the next coordinator.  ``what``: the
+        Returns when this worker is out of the run.  Until then no epoch begins without this worker, so none commits
+        the iteration.  If the coordinator is lost, this worker reports the error to the next coordinator.  ``what``:
         beginning of the reason, as in "worker 3 has found wrong gradients".
         """
         reason = f"{what} in iteration {self._hooks.iteration()}, which no worker applies: {error}"
@@ -155,14 +156,14 @@ class ProgressReports:
             self._session.wait_lost((), threading.TIMEOUT_MAX)
 
     def allow_first_decision(self) -> None:
-        """Until its next decision ends, allow this worker the additional time of a first decision.
+        """Allow this worker ``FIRST_SECONDS`` between marks again, until its next decision ends.
 
-        A worker that joined the run late compiles its kernels in that decision, while its model-parallel peers wait.
+        In this decision a worker that joined late compiles its kernels, while its model-parallel peers wait for it.
         """
         self._warm = False
 
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
-        """Report progress: see ``Session.mark``.  ``allow``: seconds beyond the hang timeout until the next mark."""
+        """Report progress (``Session.mark``); ``allow``: seconds added to the hang timeout until the next mark."""
         with self._marking:
             self.microbatch, self.phase, self._allow, self._waits = microbatch, phase, allow, waiting
             if microbatch is not None:
@@ -171,12 +172,12 @@ class ProgressReports:
 
     @property
     def allowed(self) -> float:
-        """Seconds beyond the hang timeout that the present work may take until the next mark."""
+        """Seconds, in addition to the hang timeout, that may pass until the next mark."""
         return self._allow + (0.0 if self._warm else FIRST_SECONDS)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Mark this worker as waiting for other workers inside the context: they are then blamed for a hang."""
+        """Mark this worker as waiting inside the context for other workers, which are then blamed for a hang."""
         phase, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(what, microbatch=microbatch, waiting=True)
         try:
@@ -186,7 +187,7 @@ class ProgressReports:
 
     @contextmanager
     def storage(self, phase: str) -> Iterator[None]:
-        """Mark this worker as waiting for storage inside the context: its hang timeout grows by the stall timeout."""
+        """Mark this worker as waiting for storage inside the context, for the hang timeout plus the stall timeout."""
         before, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(phase, microbatch=microbatch, allow=self._session.settings.stall_timeout)
         self.inject(phase)
@@ -194,10 +195,10 @@ class ProgressReports:
         self.mark(before, microbatch=microbatch, allow=allow)
 
     def moving(self, phase: str, work: Callable[[], T], moved: Callable[[], int]) -> Callable[[], T]:
-        """Return a function that does ``work``, which reads or writes files, in ``phase``.
+        """Return a function that calls ``work``, which reads or writes files, and marks ``phase`` while bytes move.
 
-        ``moved()``: the number of bytes read and written so far; a worker with a growing number makes progress.  If it
-        does not grow, ``work`` may take one hour.
+        ``moved()`` returns the number of bytes read and written so far.  While this number does not grow, ``work`` may
+        take ``STORAGE_SECONDS``.
         """
 
         def look(over: threading.Event) -> None:
@@ -212,7 +213,7 @@ class ProgressReports:
         def do() -> T:
             self.mark(phase, allow=STORAGE_SECONDS)
             over = threading.Event()
-            with suppress(RuntimeError):  # no thread can be started: then ``work`` may take one hour
+            with suppress(RuntimeError):  # if no thread can be started, ``work`` may take one hour
                 threading.Thread(target=look, args=(over,), name="recover-moving", daemon=True).start()
             try:
                 return work()
@@ -233,10 +234,10 @@ OVER, HERE = "over", "here"
 class Announcements:
     """Announcements of one worker on its peer store, which answers other workers even if the main thread is busy.
 
-    opened(n)   rendezvous n was opened: the peer store shows which operations are over for this worker, so that workers
-                interrupted in these operations learn of it; threads waiting for this object check again
-    over()      an operation is over for this worker: the peer store shows this, too, if a rendezvous is open
-    leave()     this worker has no place any more, so it will not perform operations that other workers wait for
+    opened(n)   rendezvous n was opened: publish which operations are over for this worker, since other workers may
+                have been interrupted in these operations; wake the threads that wait for this object
+    over()      an operation is over for this worker: publish this if a rendezvous is open
+    leave()     this worker has lost its place: publish that it performs no operation for which other workers wait
     """
 
     _assignment: Assignment
@@ -245,14 +246,15 @@ class Announcements:
     _opened: int = field(default=0, init=False)
     _counted_on: frozenset[int] = field(default=frozenset(), init=False)
     _over: dict[str, str] = field(default_factory=dict, init=False)
-    """Group -> the last operation on it that is over for this worker."""
+    """Group -> last operation on this group that is over for this worker."""
     _repeats: EpochGroups | None = field(default=None, init=False)
     """The groups in which operations are repeated while the present rendezvous is open."""
 
     # ---- the session's thread
 
     def opened(self, rendezvous: int, workers: frozenset[int]) -> None:
-        """Record that a rendezvous was opened that counts on ``workers``; returns at once."""
+        """Record that ``rendezvous`` was opened among ``workers``, and publish operations that are over; does not
+        wait."""
         with self._news:
             self._opened, self._counted_on = rendezvous, workers
             repeats = self._repeats
@@ -278,7 +280,7 @@ class Announcements:
     # ---- the main thread
 
     def settled(self) -> None:
-        """Close the repeated groups: in the new epoch no worker repeats operations."""
+        """Close the groups in which operations were repeated: a new epoch has begun."""
         with self._news:
             repeats, self._repeats = self._repeats, None
         if repeats is not None:
@@ -291,24 +293,26 @@ class Announcements:
                 self._publish(group, operation, OVER)
 
     def here(self, rendezvous: int, group: str, operation: str) -> None:
-        """Announce that an operation is not over for this worker, which waits while ``rendezvous`` is open."""
+        """Publish that an operation is not over for this worker, which waits while ``rendezvous`` is open."""
         with self._news:
             if self._opened == rendezvous:
                 self._publish(group, operation, HERE)
 
     def answer(self, rendezvous: int, group: str, operation: str, found: str) -> None:
-        """Publish the result ``found``; called by the leader, which has asked all other members."""
+        """Publish ``found``, the result for an interrupted operation; the leader calls it after asking all members."""
         self._peer_store.put(f"{key(rendezvous, group, operation)}/found", found, rendezvous)
 
     def await_rendezvous(self, after: int, seconds: float) -> tuple[int, frozenset[int]] | None:
-        """Wait up to ``seconds`` for a rendezvous after ``after``; return it and its workers, or None if none opens."""
+        """Wait up to ``seconds`` for a rendezvous newer than ``after``; return (number, workers), or None if none
+        opens."""
         with self._news:
             if self._news.wait_for(lambda: self._opened > after, seconds):
                 return self._opened, self._counted_on
         return None
 
     def wait(self, rendezvous: int, seconds: float) -> bool:
-        """Wait for news, ``seconds`` at most; return False at once if ``rendezvous`` is no longer open."""
+        """Wait up to ``seconds`` until this object changes; return False without waiting if ``rendezvous`` is
+        closed."""
         with self._news:
             if self._opened != rendezvous:
                 return False
@@ -316,17 +320,17 @@ class Announcements:
             return True
 
     def repeating(self, rendezvous: int) -> EpochGroups | None:
-        """The groups in which operations are repeated while ``rendezvous`` is open; None: there are none."""
+        """Return the groups in which operations are repeated while ``rendezvous`` is open; None: no groups exist."""
         return self._repeats if self._repeats is not None and self._repeats.number == rendezvous else None
 
     def repeat(self, repeats: EpochGroups) -> bool:
-        """Use these groups to repeat operations until their rendezvous ends; return whether it is still open."""
+        """Repeat operations in the groups ``repeats``; return whether the rendezvous of these groups is still open."""
         with self._news:
             self._repeats = repeats
             return self._opened == repeats.number
 
     def _publish(self, group: str, operation: str, what: str) -> None:
-        """Put this worker's progress with an operation on its peer store, for workers that are interrupted in it."""
+        """Publish whether ``operation`` is over for this worker: ``OVER`` or ``HERE``."""
         name = key(self._opened, group, operation)
         self._peer_store.put(name, what, self._opened)
         if what == OVER:
@@ -334,13 +338,13 @@ class Announcements:
 
 
 def key(rendezvous: int, group: str, operation: str) -> str:
-    """Return the key under which a peer store has its worker's progress with an operation.
+    """Return the peer-store key under which a worker publishes whether an operation is over for it.
 
-    Followed by ``/found`` it is the key of the operation's result for all workers.
+    The key with the suffix ``/found`` has the leader's result for all members.
     """
     return f"open/{rendezvous}/{group}/{operation}"
 
 
 def left_key(epoch: int) -> str:
-    """Return the key that the peer store of a worker has once the worker has lost its place in ``epoch``."""
+    """Return the peer-store key that a worker sets when it loses its place in ``epoch``."""
     return f"open/{epoch}/left"

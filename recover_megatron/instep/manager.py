@@ -1,10 +1,10 @@
 """Interface of in-step recovery: one ``Manager`` per worker, and the ``View`` of the run that it returns.
 
 Guarantee: every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die, and
-whenever.  An iteration from which ``step`` has returned is committed.  If ``step`` raises on this worker, the other
-workers may still commit the iteration, with or without the microbatches of this replica, but this worker does not
-update its parameters.  Everything else that workers do together (an evaluation, a checkpoint) is a section: the
-remaining workers run it to its end, again from the beginning if a worker is lost in the middle.
+whenever.  When ``step`` returns, its iteration is committed.  If ``step`` raises on this worker, the other workers may
+still commit the iteration, with or without the microbatches of this replica, but this worker does not update its
+parameters.  Everything else that workers do together (an evaluation, a checkpoint) is a section.  If a worker is lost
+during a section, the remaining workers run the section again from the beginning.
 
 The caller has a few duties.  First, pass a ``Hooks`` (`hooks`): its methods that are not documented as "in the main
 thread" are also called in other threads at any time, and must be quick and wait for no worker.  Then call, in the
@@ -28,8 +28,8 @@ If your code or a method of the manager raises an exception of the list below ot
 ``EpochRevoked``, terminate the process.  For ``Orphaned``, and for every exception that is not in the list, call
 ``is_of_mates``.  If it returns True, this worker is an orphan: its replica is broken, and the other replicas continue.
 Call ``leave``, drop everything that holds tensors of the training, call ``release``, then ``wait_for_place``.  Pass the
-decision that it returns to ``take_place``; in this context create your groups again and load your state; then continue
-with ``at_boundary``.  If ``is_of_mates`` returns False, the error is this worker's: terminate the process.
+decision that it returns to ``take_place``; inside this ``with`` block create your groups again and load your state;
+then continue with ``at_boundary``.  If ``is_of_mates`` returns False, this worker is at fault: terminate its process.
 
 ``start``, ``at_boundary``, ``step``, ``section`` and ``finish``, which meet other workers, raise:
 
@@ -70,14 +70,14 @@ from recover_megatron.membership.io.session import Session
 from recover_megatron.workload.grid import Column, LaunchGrid
 
 __all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "Overlap", "Shards", "View", "Worker"]
-"""The manager, and the types of its arguments and results; the rest is in ``recover_megatron.instep``."""
+"""The manager, and the types of its arguments and results."""
 
 Agree = Callable[[list[int]], list[int]]
-"""Function that returns, on all workers of a model-parallel group, the numbers passed by the group's first rank."""
+"""Broadcast inside a model-parallel group: returns on every worker the numbers that the group's first rank passed."""
 
 
 class Manager:
-    """A worker's part in the run; the module's docstring defines who calls what when."""
+    """Interface of one worker to in-step recovery; the module's docstring defines the order of the calls."""
 
     def __init__(
         self,
@@ -89,7 +89,9 @@ class Manager:
         rules: Rules | None = None,
         verify_interval: int = 0,
     ) -> None:
-        """Create the part of ``worker``, which has attached through ``session``; waits for no worker.
+        """Create the manager of ``worker``, which is connected to the coordinator through ``session``.
+
+        Does not wait for other workers.
 
         :param grid: the slots of the launch
         :param verify_interval: iterations between comparisons of states; 0: none
@@ -99,13 +101,13 @@ class Manager:
 
     @property
     def view(self) -> View:
-        """The run as this worker knows it now; a later plan changes it.  From any thread."""
+        """A new ``View`` of the run as this worker knows it now.  May be read in any thread."""
         return self._parts.view()
 
     # ---- the training
 
     def start(self, traffic: Traffic) -> None:
-        """Join the first epoch, with all workers of the launch.  ``traffic`` then carries their groups' operations."""
+        """Join the first epoch, with all workers of the launch.  ``traffic`` then uses the groups of the epochs."""
         self._parts.rendezvous.start()
         traffic.recovery = self._parts
 
@@ -113,7 +115,7 @@ class Manager:
         """Meet all other workers before a step if a plan or the verify interval requires it.
 
         In this meeting workers join or leave, and states are compared.  ``prepare`` is called before each such meeting,
-        for work that must not wait for the workers that join; it may consist of sections only.
+        for work that does not need the joining workers; it may consist of sections only.
         """
         self._parts.boundary.meet_if_wanted(prepare)
 
@@ -122,10 +124,10 @@ class Manager:
 
         :param tail: the bucket that is summed last, with the losses and the counts of microbatches
         :param share: 1 / number of workers of the tail's column in one replica
-        :param balance: give slow replicas fewer microbatches from the next step on
-        :raises Disagreement: this worker's microbatches or gradients cannot be right: terminate the process.  If they
-            may be in a sum, the run ends for all workers, and none commits the step; otherwise the other replicas run
-            the microbatches of this one
+        :param balance: if passed, slow replicas get fewer microbatches from the next step on
+        :raises Disagreement: this worker's microbatches or gradients cannot be right: terminate the process.  If wrong
+            gradients may be in a sum, the run ends for all workers, and no worker commits the step; otherwise the other
+            replicas run this replica's microbatches
         """
         self._parts.show(total)
         outcome = Step(self._parts, trainer, total, tail, share).run()
@@ -143,10 +145,11 @@ class Manager:
         phase: str = "",
         moved: Callable[[], int] | None = None,
     ) -> Any:
-        """Call ``run`` on all workers, again from the start if a worker is lost; return its result.
+        """Run a section: call ``run`` on all workers, again from the start if a worker is lost; return its result.
 
-        :param run: must either raise ``EpochRevoked`` or have no effect that a second call would double
-        :param reset: undoes other effects before a second run; inputs that collectives overwrote are restored anyway
+        :param run: called again after an interruption, so it must have no effect that a second call would double
+        :param reset: undoes effects of an interrupted ``run`` before the next call.  Tensors that collectives overwrote
+            are restored without it
         :param together: the workers of a replica wait for each other in ``run``, so they begin it together
         :param phase: phase that this worker reports during ``run`` if ``moved`` is passed; default: ``kind``
         :param moved: returns the number of bytes read and written so far; as long as it grows, ``run`` counts as alive
@@ -164,16 +167,16 @@ class Manager:
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress.
 
-        :param waiting: this worker waits for other workers: if it hangs, they are to blame
-        :param allow: seconds beyond the hang timeout until the next mark
+        :param waiting: True if this worker waits for other workers, which are then blamed for a hang
+        :param allow: seconds that may pass until the next mark, in addition to the hang timeout
         """
         self._parts.progress.mark(phase, microbatch=microbatch, waiting=waiting, allow=allow)
 
     def waiting(self, what: str, *, storage: bool = False) -> AbstractContextManager[None]:
-        """Context in which this worker waits for other workers, or with ``storage`` for data.
+        """Return a context in which this worker waits for other workers or, with ``storage``, for data.
 
-        During a wait for workers these are blamed for a hang; during a wait for storage the stall timeout is added to
-        the hang timeout.
+        If a wait for other workers hangs, the other workers are blamed.  A wait for data may last for the hang timeout
+        and the stall timeout together.
         """
         progress = self._parts.progress
         return progress.storage(what) if storage else progress.waiting(what)
@@ -183,7 +186,7 @@ class Manager:
         self._parts.progress.inject(phase, iteration)
 
     def log(self, event: str, *, note: str = "", **fields: Any) -> None:
-        """Write a line of events.jsonl, if this worker is the one that writes them; ``fields`` are JSON values.
+        """Write a line of events.jsonl, if this worker writes this file; ``fields`` are JSON values.
 
         ``note``: shown by recover-status for this worker from now on.
         """
@@ -198,16 +201,16 @@ class Manager:
         self._parts.orphan.stay()
 
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Return once the coordinator has answered a new request, mostly at once.  From any thread.
+        """Send a request to the coordinator, and return when it has answered, usually without delay.  From any thread.
 
-        Call it before an action that this worker must not perform if it was suspended, and evicted meanwhile.  Raises
-        ``Fenced`` or ``CoordinatorLost``; ``EpochRevoked`` unless ``in_epoch`` is False; and, after ``finish``, another
-        ``MembershipError``.
+        Call it before an action that this worker must not perform after its eviction, which it cannot notice while its
+        process is suspended.  Raises ``Fenced`` or ``CoordinatorLost``; ``EpochRevoked`` unless ``in_epoch`` is False;
+        and, after ``finish``, another ``MembershipError``.
         """
         self._parts.session.wait_in_touch(in_epoch=in_epoch)
 
     def is_of_mates(self, error: BaseException) -> bool:
-        """Return whether ``error`` is caused by a loss in this replica, or this worker is an orphan already.
+        """Return whether a loss in this replica caused ``error``, or this worker is an orphan already.
 
         Returns False for a failure of CUDA.  May wait for the report of a loss.  Raises ``Fenced`` or
         ``CoordinatorLost`` if this worker is out of the run.
@@ -215,7 +218,7 @@ class Manager:
         return self._blame.of_mates(error, self._parts)
 
     def lose_state(self, what: str) -> NoReturn:
-        """Report that no worker holds a part of the training's state any more; ``what`` names it, for messages.
+        """Report that no worker holds a part of the training's state any more; ``what`` names the part in messages.
 
         Raises ``Orphaned`` if there is a checkpoint or a snapshot to go back to; else ends the run for all workers, and
         raises ``StateLost``.
@@ -242,7 +245,7 @@ class Manager:
             self._blame.left(self._parts)
 
     def release(self) -> None:
-        """Close the groups of the epoch; afterwards none of them touches a tensor.  May wait for the device."""
+        """Close the groups of the epoch; afterwards no operation touches a tensor.  May wait for the device."""
         self._parts.assignment.close()
 
     def wait_for_place(self, **offer: Any) -> Decision:
@@ -262,27 +265,26 @@ class Manager:
 
     @contextmanager
     def take_place(self, decision: Decision, traffic: Traffic) -> Iterator[None]:
-        """Take this worker's place in ``decision``; the block must create its groups and load its state.
+        """Take this worker's place in ``decision``; the ``with`` block creates the worker's groups and loads its state.
 
-        ``traffic`` then carries its groups' operations over replicas.  If the block raises, ``leave`` must be called
-        again.
+        From then on ``traffic`` uses the groups of the epochs.  If the block raises, call ``leave`` again.
         """
         self._parts.orphan.come_back(decision)
         self.mark("regroup", waiting=True)
         traffic.recovery = self._parts
         yield
         self._parts.hooks.planned(decision)
-        # If some replica continues, one of its workers writes the event; a new replica writes it only if all are new.
+        # This writes the event only if all replicas are new: otherwise a worker of a continuing replica has written it.
         self._parts.planner.log(decision, None, 0.0)
 
     # ---- the optimizer's state, where it is spread over the replicas
 
     def shards(self, columns: Mapping[Column, Column], shadows: int, instances: int = 1) -> Shards:
-        """Return which worker holds which shard of the optimizer state; see ``Shards`` for the parameters."""
+        """Return the ``Shards`` object, which knows the holder of each optimizer shard; it documents the parameters."""
         return Shards(dict(columns), shadows, self._parts.assignment, instances)
 
     def overlap(
         self, parts: Sequence[tuple[Column, torch.Tensor]], shards: Shards, lose: Callable[[int], None]
     ) -> Overlap:
-        """Gather updated parameters while the next forward pass runs; see ``Overlap`` for the parameters."""
+        """Return the ``Overlap`` object, which gathers updated parameters while the next forward pass runs."""
         return Overlap(parts, shards, self._parts, lose)

@@ -1,8 +1,8 @@
-"""The parts of a worker's recovery, assembled: each part knows its task, and the parts created before it.
+"""Creates and connects the parts of one worker's recovery (rendezvous, orphan, planner, snapshots and others).
 
 Only modules of this package use these parts; a training loop uses a ``Manager`` (`manager`).  A training step (`step`)
-and all other code that takes part in a run receives the ``Recovery`` and uses the parts that it needs.  ``Blame``
-judges whether a worker's model-parallel peers may be to blame for an error.
+receives the ``Recovery`` and uses the parts that it needs.  ``Blame`` decides whether an error of this worker was
+caused by one of its model-parallel peers.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Worker:
 
     id: int
     slot: Slot | None
-    """Slot of the worker at launch; None: the worker was started later, and has no place yet."""
+    """Slot of the worker at launch; None: the worker has no place at launch."""
     node: str = ""
-    """Name of its host."""
+    """Name of the worker's host."""
     domains: Sequence[str] = ()
-    """Names of its failure domains (``workload.domains``)."""
+    """Names of the worker's failure domains (``workload.domains``)."""
     device: int | None = None
-    """Number of its device on the host."""
+    """Number of the worker's device on its host; None: not known."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """Flags of its command line that must be the same on all workers (`script_flags`), by name."""
+    """Name -> value of the command-line flags that must be the same on all workers (`script_flags`)."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """Description of its program (`program`); empty: not compared."""
+    """Description of the worker's program (`program`); empty: not compared."""
 
 
 class Recovery:
@@ -136,17 +136,17 @@ class Recovery:
         )
 
     def show(self, total: int) -> None:
-        """Report to the coordinator this worker's place, and its replica's quota of a step's ``total`` microbatches."""
+        """Report to the coordinator this worker's place, and its replica's quota in a step of ``total``
+        microbatches."""
         self.assignment.show(total, self.planner.can_go_back)
 
     def rebalance(self, speeds: Mapping[int, float], total: int, agree: Callable[[list[int]], list[int]]) -> None:
-        """Set the next step's quotas from the paces of the step just committed; every worker of a replica must call it.
+        """Set the next step's quotas from the paces of the committed step; all workers must call it.
 
-        A replica's time per microbatch is summed with the gradients (``Tail``), so every worker of a column knows the
-        same numbers when a step is committed.  Columns measure different times (stages wait for each other
-        differently), so ``agree`` returns the numbers of one rank on all workers of a replica's model-parallel group.
-        No worker changes quotas after a step that fresh replicas began late, since these ran few of its microbatches.
-        ``speeds``: replica -> seconds per microbatch.
+        ``speeds``: replica -> seconds per microbatch.  All workers of a column have equal numbers, since these were
+        summed with the gradients (``Tail``).  Columns measure different times, because pipeline stages wait for each
+        other differently, so ``agree`` returns the numbers of one rank on all workers of a model-parallel group.  After
+        a step that fresh replicas began late the quotas stay, since fresh replicas ran few of its microbatches.
         """
         decision, shares = self.assignment.decision, self.assignment.shares
         if shares.easing:
@@ -167,7 +167,7 @@ class Recovery:
             )
 
     def finish(self) -> None:
-        """Leave in order, once all workers have reached the end of the training."""
+        """Leave the run in order, once all workers have reached the end of the training."""
         self.sections.run("end", lambda: None)
         self.orphan.finished = True
         self.assignment.epoch_groups.close()
@@ -175,19 +175,18 @@ class Recovery:
 
 
 UNEXPLAINED = 2
-"""Number of times per iteration that communication inside a replica may fail although all workers of the replica live;
-after that the training code is to blame."""
+"""Number of failures of communication inside a complete replica in one iteration, after which the training code is to
+blame."""
 
 
 @dataclass(eq=False)
 class Blame:
-    """Judges the errors of one worker, and counts the unexplained ones in this iteration.
+    """Decides which errors of one worker its model-parallel peers caused; counts unexplained errors per iteration.
 
-    If an operation on a group fails while a model-parallel peer is being lost, the loss is the cause, whatever the
-    error text.  An error about a lost connection is attributed to the death of a peer even before this death is known,
-    and the worker waits for a place in another replica.  If all peers live and the iteration fails in this way again
-    and again, the training code is at fault (for example, two workers disagree on a shape), and the error is reported
-    as the training code's.
+    If an operation on a group fails and a model-parallel peer is lost, the loss is the cause, whatever the error's
+    text.  An error about a lost connection is attributed to a dead peer even before the death is reported; the worker
+    then leaves the replica and waits for a place.  If this happens more than ``UNEXPLAINED`` times in one iteration
+    while all peers live, the training code is at fault (for example, two workers disagree on a shape).
     """
 
     _iteration: int = 0
@@ -195,9 +194,9 @@ class Blame:
     _judged: tuple[BaseException | None, bool] = (None, False)
 
     def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
-        """Return whether another worker of this replica caused ``error``: the replica is broken, or seems to be.
+        """Return whether another worker of this replica caused ``error``, so that this worker must leave the replica.
 
-        May wait for the report of a death, once per error.  Raises as ``Session.wait_lost`` does.
+        May wait once per error for the report of a death.  Raises as ``Session.wait_lost`` does.
         """
         if self._judged[0] is not error:
             self._judged = error, self._is_of_mates(error, recovery)
@@ -206,7 +205,7 @@ class Blame:
     def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
         if isinstance(error, Orphaned):
             return True
-        if is_of_device(error):  # for an orphan, too: with a broken device it would wait without ever being of use
+        if is_of_device(error):  # also for an orphan: with a broken device it could never take a place again
             return False
         if recovery.orphan.orphaned:
             return True
@@ -217,11 +216,12 @@ class Blame:
                 return True
         elif is_own(error) or not is_in_a_group(error):
             return False
-        # Do not wait for a revoke: another replica may have caused it, before the death of a peer is reported.
+        # Do not wait for a revoke, which a loss in another replica may cause before the death of a peer is reported.
         return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
 
     def left(self, recovery: Recovery) -> None:
-        """Count the error for which this worker left the training, after waiting for the report of a death."""
+        """Count the error for which this worker left the training as unexplained, unless a model-parallel peer is
+        lost."""
         iteration = recovery.hooks.iteration()
         if self._iteration != iteration:
             self._iteration, self._unexplained = iteration, 0

@@ -1,4 +1,4 @@
-"""State machine of layer 2: one training iteration, to its end, whichever workers die.
+"""State machine of one training iteration, which finishes whichever workers die.
 
     COMPUTE ----> REDUCE ----> AGREE ----> COMMITTED
        |            |            |             ^
@@ -9,11 +9,10 @@
        |                         v
        '----> REDUCE <------- RERUN: pull all finished sums, run the lost microbatches into the unfinished ones
 
-COMPUTE and RERUN are never interrupted: they use only groups inside a replica, whose workers run them in lock-step.
-(If one worker left in the middle, its model-parallel peers would wait for it, and all other replicas would wait for
-these peers at the rendezvous.)  A worker checks only in REDUCE and AGREE, where replicas meet, whether the epoch was
-revoked.  A worker whose replica is broken leaves the step in any state: ``Orphaned``, or the error of its replica's
-communication, is raised.
+The end of an epoch never interrupts COMPUTE and RERUN, in which workers communicate only inside their replica.  (If one
+worker left in the middle, its model-parallel peers would wait for it, and all other replicas would wait for these peers
+at the rendezvous.)  Only in REDUCE and AGREE, where replicas meet, does a worker check whether the epoch was revoked.
+A worker whose replica is broken leaves the step in any state, with ``Orphaned`` or an error of its replica's groups.
 
 No parameter changes before COMMITTED, and after COMMITTED this step needs no worker of another replica.
 """
@@ -34,7 +33,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.trainer import Outcome, Tail, Trainer, alive
 
 REGROUP_SECONDS = 120.0
-"""Seconds beyond the hang timeout that opening all rings of an epoch may take; the pull over them may take as long."""
+"""Seconds, in addition to the hang timeout, for opening all rings of an epoch, and again for the pull over them."""
 
 
 class State(Enum):
@@ -51,8 +50,8 @@ class State(Enum):
 class Step:
     """State machine of one iteration of one worker.
 
-    ``total``: number of microbatches of the step, over all replicas.  ``tail``: the bucket that is summed last
-    (`trainer`).  ``share``: 1 / number of workers of the dense parameters' column in one replica (see ``Tail.fill``).
+    ``total``: number of microbatches of the step, over all replicas.  ``tail``: bucket with losses and counts, which is
+    summed last (`trainer`).  ``share``: 1 / number of workers of the tail's column in one replica (see ``Tail.fill``).
     """
 
     def __init__(self, recovery: Recovery, trainer: Trainer, total: int, tail: Tail, share: float) -> None:
@@ -72,11 +71,10 @@ class Step:
         self._number = 0
 
     def run(self) -> Outcome:
-        """Return when the step is committed; raise ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``),
-        ``Disagreement``, and what ``Trainer.compute`` raises.
+        """Run the iteration until it is committed; return its outcome.
 
-        If a ``Disagreement`` is found after gradients of this replica may have been summed, the run ends for all
-        workers.
+        Raises as ``Rendezvous.meet`` and ``Trainer.compute`` do, and ``Disagreement`` if gradients are wrong.  If wrong
+        gradients may be in a sum of another replica, the run ends for all workers.
         """
         parts = {
             State.COMPUTE: self._compute,
@@ -97,7 +95,7 @@ class Step:
                 if state is State.REDUCE or self._may_be_summed(error):
                     self._progress.end_run(f"worker {self._assignment.me} has found wrong gradients", error)
                 raise
-            if recovering and state is not State.RERUN:  # RERUN records its parts
+            if recovering and state is not State.RERUN:  # RERUN records the time of each part
                 self._took(state.value, time.perf_counter() - started)
             recovering, state = recovering or following is State.RENDEZVOUS, following
         self._progress.tried.clear()  # an error from here on is not caused by a microbatch
@@ -116,12 +114,12 @@ class Step:
         if decision is None:
             self._todo = self._assignment.share(self._total)
             return State.COMPUTE
-        # When the present epoch was formed, other replicas had begun this step: its plan has this replica's share.
+        # Other replicas had begun this step when the present epoch was formed: the plan has this replica's share.
         self._todo = decision.rerun.get(self._assignment.replica, [])
         return State.RERUN
 
     def _compute(self) -> State:
-        """Run this replica's share of the microbatches; complete buckets are summed meanwhile."""
+        """Run this replica's microbatches; buckets that are complete are summed during the backward passes."""
         assignment = self._assignment
         self._progress.mark("forward")
         if not assignment.epoch_groups.over:
@@ -130,7 +128,7 @@ class Step:
         return State.REDUCE
 
     def _reduce(self) -> State:
-        """Sum the gradients over the column, and the counts that show which replica ran which microbatches."""
+        """Sum over the column the gradients, and the counts that show which replica ran which microbatches."""
         assignment = self._assignment
         self._progress.mark("reduce-scatter", waiting=True)
         self._orphan.check()
@@ -140,14 +138,14 @@ class Step:
         return State.AGREE
 
     def _agree(self) -> State:
-        """Wait until all workers have every sum; from then on no worker needs another replica for this step."""
+        """Wait until all workers have all sums; after that no worker needs another replica for this step."""
         self._progress.agree(self._number)
         return State.COMMITTED
 
     # ---- after a death
 
     def _meet(self) -> State:
-        """Meet the remaining workers; the next epoch's plan names the lost microbatches that this replica runs."""
+        """Meet the remaining workers, and take the lost microbatches that the plan gives to this replica."""
         assignment = self._assignment
         if self._rendezvous.committed_before_the_end(self._number):
             return State.COMMITTED
@@ -162,16 +160,16 @@ class Step:
         return State.RERUN
 
     def _rerun(self) -> State:
-        """Pull finished sums, then run the lost microbatches into the unfinished parts."""
+        """Pull finished sums, then add the gradients of the lost microbatches to the unfinished sums."""
         assignment, gradients = self._assignment, self._trainer.gradients
-        # All workers wait for each other here, and report nothing meanwhile.
+        # All workers wait for each other while the rings open, and make no mark until then.
         self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
         with self._phase("regroup"):
             gradients.hold()
             self._open_rings()
         self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
-        # If the epoch is revoked during the pull, other columns may have pulled everything, and run the microbatches
-        # already.  So this worker runs them, too; REDUCE raises ``EpochRevoked`` again.
+        # If the epoch is revoked during the pull, workers of other columns may have finished theirs, and begun to run
+        # the microbatches, for which they need this worker.  REDUCE raises ``EpochRevoked`` again.
         with self._phase("pull"), suppress(EpochRevoked):
             gradients.pull(assignment.epoch_groups, assignment.live, self._tail)
         self._progress.mark("forward")
@@ -187,21 +185,21 @@ class Step:
     # ---- parts of the above
 
     def _may_be_summed(self, error: Disagreement) -> bool:
-        """Return whether wrong values of this worker may be in a sum that other workers keep, and commit without it.
+        """Return whether wrong values of this worker may be in a sum that other workers can commit without it.
 
-        After a forward and backward pass the model-parallel peers may have submitted gradients that contain this
-        worker's.  In the middle of a pass they cannot have: they cannot finish the pass without this worker.
+        After a forward and backward pass the model-parallel peers may have submitted gradients that depend on this
+        worker's values.  During a pass they have not, since they cannot finish the pass without this worker.
         """
         after_pass = isinstance(error, WrongGradients)
         return self._trainer.gradients.submitted or (after_pass and len(self._assignment.mates) > 1)
 
     def _open_rings(self) -> None:
-        """Open the rings of this epoch before anything depends on them."""
+        """Open the rings of this epoch, and wait until they are open; does not raise ``EpochRevoked``."""
         assignment = self._assignment
         columns = dict.fromkeys([*self._trainer.gradients.columns, self._tail.column])
         rings = [alive(column, assignment.live) for column in columns]
         assignment.epoch_groups.open_rings(rings)
-        with suppress(EpochRevoked):  # raised again in REDUCE
+        with suppress(EpochRevoked):  # REDUCE raises it again
             for ring in rings:
                 assignment.epoch_groups.ring(ring)
 

@@ -1,4 +1,4 @@
-"""Input and result of a step: ``Trainer`` with its ``Gradients`` and ``Tail``, and ``Outcome``.
+"""Input of a step (``Trainer``, ``Gradients`` and ``Tail``), its result (``Outcome``), and updated ``Parameters``.
 
 Path of the gradient and parameter buckets through the rings:
 
@@ -6,9 +6,9 @@ Path of the gradient and parameter buckets through the rings:
                              ^                                                 |
                              '------ re-run: REDUCED spans saved, restored ----'
 
-With the distributed optimizer (``Shards``) the ring stops after the reduce-scatter: a sum is REDUCED only at workers
-that hold the part of the optimizer state which the sum updates, and all other workers keep their own gradient.  After a
-death a pull copies every sum that is REDUCED at some member to all members, as without the distributed optimizer.
+With the distributed optimizer (``Shards``) the ring only reduce-scatters.  A sum is then REDUCED only at the workers
+that update their optimizer state with it; all other workers keep their own gradient.  After a death, with or without
+the distributed optimizer, a pull copies every sum that is REDUCED at some member to all members.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from recover_megatron.workload.grid import Column
 
 
 class Gradients:
-    """Gradient buckets of this worker, in the order in which every worker of their columns submits them.
+    """Gradient buckets of one worker, in the order in which all workers of their columns submit them.
 
-    ``parts``: (column, flat tensor) of each bucket.  ``shards``: with the distributed optimizer, the parts of the sum
-    that each worker needs (its own, and those that it shadows); None: every worker needs the complete sum.  ``memory``:
-    memory in which sums are saved.
+    ``parts``: (column, flat tensor) of each bucket.  ``shards``: says which worker needs which part of a sum, with the
+    distributed optimizer; None: every worker needs the complete sum.  ``memory``: memory in which sums are saved.
     """
 
     def __init__(
@@ -52,20 +51,20 @@ class Gradients:
         return list(dict.fromkeys(column for column, _ in self._parts))
 
     def begin(self) -> None:
-        """Begin a new iteration: everything is LOCAL."""
+        """Begin a new iteration: mark all spans of all buckets LOCAL."""
         self.hold()
         for _, bucket in self._parts:
             bucket.ledger.clear()
 
     def stream(self, epoch_groups: EpochGroups, live: frozenset[int]) -> None:
-        """Sum each bucket from now on as soon as this and all earlier buckets are ready (--overlap-grad-reduce)."""
+        """From now on submit each bucket as soon as it and all earlier buckets are ready (--overlap-grad-reduce)."""
         self.hold()
         self._stream = epoch_groups, live
 
     def hold(self) -> None:
         """Submit no bucket until ``reduce``.
 
-        No sum may be under way: the caller has waited for all submitted buckets, or their epoch has ended.
+        The caller must have waited for all submitted buckets, unless their epoch has ended.
         """
         self._stream = None
         self._ready = [False] * len(self._parts)
@@ -73,11 +72,11 @@ class Gradients:
 
     @property
     def submitted(self) -> bool:
-        """True if other workers may hold a sum with gradients of this worker's present pass."""
+        """True if gradients of this worker's present pass may be in a sum of another worker."""
         return self._next > 0
 
     def ready(self, number: int) -> None:
-        """Record that bucket ``number`` has all gradients of this pass; called during the backward pass."""
+        """Record that bucket ``number`` has all gradients of the present pass; called during the backward pass."""
         self._ready[number] = True
         if self._stream is None:
             return
@@ -85,13 +84,13 @@ class Gradients:
             try:
                 self._submit(*self._stream)
             except EpochRevoked:
-                self._stream = None  # raised again where the step reduces; until then this replica continues computing
+                self._stream = None  # ``reduce`` raises it again; until then this replica continues computing
                 return
 
     def reduce(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
-        """Sum all LOCAL spans, the tail last; afterwards they are REDUCED.  Raises ``EpochRevoked``.
+        """Sum all LOCAL spans of the buckets, the tail last, and mark them REDUCED.  Raises ``EpochRevoked``.
 
-        With ``shards`` a span is REDUCED only at the workers that need it.
+        With ``shards`` a span becomes REDUCED only at the workers that need its sum.
         """
         if self._stream is None:
             self.hold()
@@ -112,14 +111,14 @@ class Gradients:
             epoch_groups.ring(alive(column, live)).pull(buckets)
 
     def save_sums(self) -> list[SavedSums]:
-        """Return copies of the REDUCED spans, since lost microbatches will be run into the same buffers."""
+        """Return copies of the REDUCED spans, to be restored after lost microbatches were run into the same buffers."""
         kept: list[SavedSums] = []
         for _, bucket in self._parts:
             kept.append(bucket.save_sums(self._memory, sum(saved.device_bytes for saved in kept)))
         return kept
 
     def divide_local(self, number: int, factor: float) -> None:
-        """Divide the LOCAL spans of bucket ``number`` by ``factor``, between two epochs."""
+        """Divide the LOCAL spans of bucket ``number`` by ``factor``; no sum may be under way."""
         bucket = self._parts[number][1]
         with torch.no_grad():
             for span in bucket.ledger.local:
@@ -138,24 +137,24 @@ class Gradients:
 
 
 def alive(column: Column, live: frozenset[int]) -> Column:
-    """Return the slots of a column that have a place in the epoch, in the column's order."""
+    """Return the slots of ``column`` that are in ``live``, in the column's order."""
     return tuple(worker for worker in column if worker in live)
 
 
 EXTRAS = 64
-"""Greatest number of losses and token counts in the tail."""
+"""Greatest number of losses and token counts in the tail, unless ``Tail`` gets another ``room``."""
 
 
 class Tail:
-    """The bucket that is summed last, over the ring of the dense parameters, float64, flat.
+    """Bucket with counts and losses, which is summed last over the ring of the dense parameters: float64, flat.
 
     [count of id 0..total-1 | replica+1 of id 0..total-1 | seconds per microbatch of each replica | extras]
 
-    It is the audit: a step is committed only if every id was counted exactly once, and the counts in steps.jsonl come
-    from the sum, not from the plan.  ``replicas``: the number of replicas at launch.
+    A step is committed only if this sum counts every microbatch id exactly once.  The counts in steps.jsonl come from
+    the sum, too.  ``replicas``: the number of replicas at launch.
 
-    The size is the same at all members from the start, since a recovery may compare ledgers before any worker has
-    filled it.  ``extras``: ``room`` numbers that are summed over the column (losses, tokens).
+    All members must create tails of the same size, since a recovery may compare their ledgers before any worker has
+    called ``fill``.  ``extras``: ``room`` numbers that are summed over the column (losses, tokens).
     """
 
     def __init__(self, column: Column, total: int, replicas: int, device: torch.device, *, room: int = EXTRAS) -> None:
@@ -167,10 +166,13 @@ class Tail:
         self.bucket = Bucket(torch.zeros(self._extras_at + room, dtype=torch.float64, device=device))
 
     def fill(self, replica: int, ids: Sequence[int], extras: torch.Tensor, share: float, seconds: float = 0.0) -> None:
-        """Set this worker's contribution: the ids of all that it ran, and its extras (float64, flat, at most ``room``).
+        """Write this worker's ids, extras and duration to the LOCAL spans of the tail, and leave REDUCED spans
+        unchanged.
 
-        ``share``: 1 / number of workers of this column in one replica, so that their counts add up to one.
-        ``seconds``: seconds per microbatch in the main pass.  Spans that are REDUCED already are not touched.
+        ``ids``: the microbatches that ``replica`` ran.  ``extras``: float64, flat, at most ``room`` numbers.
+        ``share``: 1 / number of workers of this column in one replica, so that the counts of these workers add up
+        to one.
+        ``seconds``: seconds per microbatch in the main pass.  Raises ValueError for too many extras.
         """
         if extras.numel() > self._room:
             raise ValueError(f"the step has {extras.numel()} numbers to log, but the tail has room for {self._room}")
@@ -185,14 +187,14 @@ class Tail:
         saved.restore()
 
     def verify(self) -> dict[int, list[int]]:
-        """Return, from the finished sum, replica -> ids of the microbatches that it ran.
+        """Return replica -> ids of the microbatches that this replica ran, as the finished sum counts them.
 
         Raises Disagreement unless every id was counted exactly once.
         """
         counts, replicas = self.bucket.flat[: 2 * self.total].cpu().view(2, -1).round(decimals=6).tolist()
         wrong = {j: count for j, count in enumerate(counts) if count != 1}
         if wrong:
-            raise Disagreement(f"of {self.total} microbatches some were not counted exactly once: {wrong}")
+            raise Disagreement(f"some of {self.total} microbatches were not counted exactly once (id: count): {wrong}")
         counted: dict[int, list[int]] = {}
         for j, replica in enumerate(replicas):
             counted.setdefault(round(replica) - 1, []).append(j)
@@ -200,34 +202,37 @@ class Tail:
 
     @property
     def extras(self) -> torch.Tensor:
-        """The sums of the extras, float64, on the host."""
+        """Sums of the extras (losses, tokens) over the column: float64, on the host."""
         return self.bucket.flat[self._extras_at :].cpu()
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Replica -> seconds per microbatch, for replicas that reported it."""
+        """Replica -> seconds per microbatch, for replicas that reported a duration."""
         means = self.bucket.flat[self._seconds_at : self._extras_at].tolist()
         return {replica: seconds for replica, seconds in enumerate(means) if seconds > 0}
 
 
 class Trainer(Protocol):
-    """Interface of the training framework: a step calls it to run microbatches."""
+    """Interface that the training framework implements: a step calls it to run microbatches."""
 
     @property
     def gradients(self) -> Gradients:
-        """The buckets."""
+        """Gradient buckets of this worker."""
 
     def compute(self, ids: Sequence[int], *, again: bool) -> None:
-        """Run these microbatches forward and backward and add their gradients to the buckets, summing nothing.
+        """Run microbatches forward and backward, and add their gradients to the buckets, without any sum over replicas.
 
-        ``ids``: for this worker's inner rank.  ``again``: True if an earlier call of this step has added gradients.
+        ``ids``: the microbatches of this worker's inner rank.  ``again``: True if an earlier call of this step has
+        added gradients.
         """
 
     def settle(self) -> None:
-        """Bring the gradients into the buckets after ``compute`` (extra main gradients are copied into them)."""
+        """Finish the pass after ``compute``: copy gradients outside the buckets (extra main gradients) into the
+        buckets."""
 
     def extras(self) -> torch.Tensor:
-        """Return losses and counts of all ``compute`` calls of this step, to be summed over the column; float64."""
+        """Return losses and token counts of all ``compute`` calls of this step, as float64; a step sums them over the
+        column."""
 
 
 @dataclass
@@ -235,28 +240,28 @@ class Outcome:
     """Result of a committed step: the microbatches that it counted, and the cost of its recovery, if there was one."""
 
     counted: dict[int, list[int]]
-    """Replica -> ids of the microbatches that it ran, from the tail's sum."""
+    """Replica -> ids of the microbatches that this replica ran, as the tail's sum counts them."""
     extras: torch.Tensor
     reran: dict[int, list[int]] = field(default_factory=dict)
-    """Replica -> ids that it ran in place of a lost replica."""
+    """Replica -> ids of lost microbatches that this replica ran."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of the recovery by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker joined the
-    recovery; empty if there was no recovery."""
+    """Recovery phase (rendezvous, regroup, pull, rerun, reduce, agree) -> seconds that this worker spent in it; empty
+    if there was no recovery."""
     saved_bytes: int = 0
-    """Peak device and host memory of the finished sums that were saved during a re-run."""
+    """Peak bytes, on device and host, of the finished sums that were saved during a re-run."""
     speeds: dict[int, float] = field(default_factory=dict)
-    """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
+    """Replica -> seconds per microbatch in the replica's main pass; equal on all workers of a column."""
     by_plan: bool = False
     """True if this worker learnt of the commit from the plan of a later epoch."""
 
 
 class Parameters:
-    """Model parameters after a sharded update: every worker gets the values that the primaries have updated.
+    """Model parameters after a sharded update: all workers gather the parts that the primaries have updated.
 
         updated --gather--> each part from its primary, over the ring --all have agreed--> complete
            ^                        |
-           '---- epoch revoked -----'     pull: parts that arrived anywhere are final; the rest comes from the new
-                                          primary, the shadow of a lost owner, which has done the same update
+           '---- epoch revoked -----'     pull: parts that arrived at some worker are copied to all; a shadow, which
+                                          has done the same update, sends the other parts of a lost primary
 
     ``parts``: (column, flat tensor) of each bucket, in the order of the gradients' buckets.
     """
@@ -266,7 +271,7 @@ class Parameters:
         self._shards = shards
 
     def begin(self) -> None:
-        """Begin an update: nothing has been gathered."""
+        """Begin an update: mark all parts as not gathered yet."""
         for _, bucket in self._parts:
             bucket.ledger.clear()
 

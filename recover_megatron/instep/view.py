@@ -14,7 +14,7 @@ from recover_megatron.workload.grid import LaunchGrid, Slot
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A worker's view of the run.  Each ``Manager.view`` returns a new one: get it again after a meeting.
+    """A worker's view of the run at one moment.  Get a new one from ``Manager.view`` after each meeting.
 
     ``groups``, ``quotas`` and ``snapshots`` refer to objects that keep changing; all other attributes are constant.
     """
@@ -30,7 +30,7 @@ class View:
     position: int | None
     """The position for which this worker's model is built; None: it has no model yet."""
     live: frozenset[Slot]
-    """The slots that have a worker in ``plan``; the same object as long as the plan is the same."""
+    """Slots that have a worker in ``plan``.  As long as the plan is the same, this is the same object."""
     epoch_groups: EpochGroups | None
     quotas: Quotas
     snapshots: SnapshotStore
@@ -46,7 +46,7 @@ class View:
     section: str
     """The kind of the section under way, or of the last one; empty: there was none."""
     joining_next: bool
-    """True if other workers have begun the next step already, or if some workers will begin it without a state."""
+    """True if other workers have begun the next step, or if some workers must receive a state when they begin it."""
     verifying: bool
     """True if states are compared before the step of this iteration."""
     in_section_of_others: bool
@@ -57,16 +57,15 @@ class View:
     spare_seconds: float
     """Seconds for which this worker has had no place; 0: it has a place."""
     counted_on: frozenset[int]
-    """The workers that the run counts on."""
+    """Members of the open rendezvous or, if none is open, of the last epoch."""
     set_aside: frozenset[int]
-    """Live workers that were set aside for lateness: they can still be asked for their state."""
+    """Live workers that were set aside; their state can still be requested."""
     lost: Failure | None
-    """The workers found missing when the last epoch was formed, if this worker took part in that rendezvous; else None,
-    also if no worker was missing."""
+    """The workers found missing at the last rendezvous in which this worker took part; None: no worker was missing."""
     whereabouts: Mapping[int, LostWorker]
-    """The hosts and devices of the members of the last epoch."""
+    """Worker -> its host and device, for all members of the last epoch."""
     term: int
-    """The term of the coordinator that formed the epoch: the same on all members of the epoch."""
+    """Term of the coordinator that formed the epoch; equal on all members of the epoch."""
 
     @property
     def started(self) -> bool:
@@ -85,10 +84,11 @@ class View:
 
     @property
     def groups(self) -> EpochGroups:
-        """Groups of the epoch; only for a worker that has joined an epoch."""
+        """The epoch's groups over replicas; only for a worker that has joined an epoch."""
         assert self.epoch_groups is not None, "this worker has not joined an epoch yet"
         return self.epoch_groups
 
     def share(self, total: int) -> list[list[int]]:
-        """Return the microbatches of this worker's replica in a step of ``total``, by inner rank."""
+        """Return the microbatches of this worker's replica in a step of ``total``: a list of ids for each inner
+        rank."""
         return self.quotas.of(self.decision, self.replica, total)

@@ -134,7 +134,7 @@ def test_an_abort_that_does_not_return_ends_the_worker() -> None:
     groups, ended = doubles(2), Ended()
     groups[0].hold_communicator().acquire()  # by a call that waits for a dead member to connect
     leave(groups, end=ended, look=patient(0.05)).begin()  # the other abort returns before it has looked so often
-    assert ended.reason() == "1 of its communicators are still being aborted"
+    assert ended.reason() == "the aborts of 1 NCCL communicators last too long"
     groups[0].hold_communicator().release()
 
 
@@ -155,7 +155,7 @@ def test_a_main_thread_that_stays_in_one_call_after_the_abort_ends_the_worker() 
     where = MainThread(Calls([one]), Calls([other]), Calls([other, one]))
     out = leaving_group(group, ended, where)
     out.begin()
-    assert ended.reason() == "its main thread does not come out of a call"
+    assert ended.reason() == "its main thread is stuck in a call"
     assert where.looks >= LOOKS
 
 

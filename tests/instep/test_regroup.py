@@ -245,7 +245,7 @@ def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoi
     saved = last - last % 2
     for worker in codes:
         said = result.log(worker)
-        assert "no worker holds the state of one of its positions any more" in said, said
+        assert "no live worker has the state of one of the replica's positions" in said, said
         assert f"iteration {saved} in {checkpoints}" in said, said
 
 

@@ -46,7 +46,7 @@ def test_a_step_whose_microbatches_were_counted_twice_is_not_committed(forkserve
     run = sabotaged(forkserver, tmp_path, "same-share")
     assert run.codes == [1, 1], run.tail()
     for log in run.logs:
-        assert "of 8 microbatches some were not counted exactly once: {0: 2.0, 1: 0.0" in log.read_text()
+        assert "some of 8 microbatches were not counted exactly once (id: count): {0: 2.0, 1: 0.0" in log.read_text()
     assert not list(tmp_path.glob("steps.jsonl"))
 
 

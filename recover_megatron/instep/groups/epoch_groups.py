@@ -1,12 +1,12 @@
-"""Objects of one worker that live as long as one epoch: its cancel token, its rings, its groups between steps.
+"""Communication of one worker that lives as long as one epoch: a cancel token, gradient rings, and other groups.
 
     EpochGroups(n) --ring(), control()--> groups, opened when first used
           |
-          '--end(reason): from any thread; from now on every operation of every group raises EpochRevoked
+          '--end(reason): from any thread; then every operation of every group raises EpochRevoked
                  |
                  '--close(): no operation of this epoch touches a tensor any more; then EpochGroups(n+1)
 
-Complete replicas continue computing after ``end``, since groups inside a replica use nothing of this module.
+Complete replicas continue computing after ``end``, since groups inside a replica do not depend on this module.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ OPENER = "opening rings"
 
 @dataclass(frozen=True)
 class CommunicationConfig:
-    """Settings for opening groups that no epoch changes."""
+    """Settings with which one worker opens groups; equal in all epochs."""
 
     peer_store: PeerStoreServer
     """Peer store of this worker."""
     secret: bytes = field(repr=False)
     device: torch.device
     host: str = "127.0.0.1"
-    """The address at which other workers reach this one."""
+    """Address at which other workers can connect to this worker."""
     collective: Collective = "ring"
     transport_kind: TransportKind = "tcp"
     hook: Hook | None = None
     """Hook for tests and fault injection: see ``collectives.ring.executor``."""
     communicators: Keeper = field(default_factory=Keeper)
-    """NCCL communicators, kept from one epoch to the next."""
+    """NCCL communicators that are reused from one epoch to the next."""
 
     @cached_property
     def offers(self) -> Offers:
@@ -65,23 +65,23 @@ class CommunicationConfig:
 
     @cached_property
     def pairs(self) -> Pairs | None:
-        """Pairs for sending states from device to device, if gradients travel over NCCL."""
+        """NCCL communicators for sending states from device to device; None: gradients travel over TCP."""
         return Pairs(self.device) if self.over_nccl else None
 
     def source(self, worker: int, address: str, key: str, patience: Callable[[], None]) -> Source:
-        """Return the source of the state that ``worker``, with its peer store at ``address``, offers under ``key``."""
+        """Return the source of the state that ``worker``, with a peer store at ``address``, offers under ``key``."""
         challenge = Challenge(self.secret)
         return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{key}", patience))
 
     @property
     def over_nccl(self) -> bool:
-        """True if gradients travel over NCCL; else over TCP, whatever the device is."""
+        """True if gradients travel over NCCL; False if they travel over TCP, also between GPUs."""
         return self.collective == "native"
 
 
 @dataclass(frozen=True)
 class _Column:
-    """An ``Epoch`` (see collectives.epoch) restricted to some of its members."""
+    """Epoch (``collectives.epoch.Epoch``) restricted to the members of one column."""
 
     number: int
     members: Sequence[Slot]
@@ -94,17 +94,18 @@ class _Column:
 
 @dataclass(eq=False)
 class EpochGroups:
-    """Groups of epoch ``number`` at this worker's slot, and the addresses of all peer stores by slot."""
+    """Groups of one worker in epoch ``number``.  ``_peer_stores``: slot -> address of the peer store, for all
+    members."""
 
     number: int
     _me: Slot
     _comm_config: CommunicationConfig
     _peer_stores: Mapping[Slot, str]
     all_heard: Callable[[], None] = lambda: None
-    """Function that waits until all live workers know that this epoch is over (``CancelToken``); rings over NCCL need
-    it."""
+    """Function that waits until all live workers know that this epoch is over; for rings over NCCL
+    (``CancelToken``)."""
     in_touch: Callable[[], None] = lambda: None
-    """Function that waits until the coordinator has answered a request (``CancelToken``); for rings over NCCL."""
+    """Function that waits until the coordinator has answered a request; for rings over NCCL (``CancelToken``)."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
@@ -112,7 +113,7 @@ class EpochGroups:
     _controls: dict[tuple[str, tuple[Slot, ...]], TreeBackend] = field(default_factory=dict, init=False)
     _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
     _progress: ProgressThread | None = field(init=False)
-    """The thread that launches the sums of all columns over NCCL; None over TCP, where each ring has its own thread."""
+    """Thread that launches the sums of all columns over NCCL; None over TCP, where each ring has a thread."""
 
     def __post_init__(self) -> None:
         self._cancel_token = CancelToken(self.number)
@@ -128,13 +129,14 @@ class EpochGroups:
         return self._cancel_token.cancelled
 
     def end(self, reason: str | PeerLost) -> None:
-        """Make every present and later operation of this epoch fail; from any thread.  The first reason is kept."""
+        """Make every present and later operation of this epoch fail; from any thread.  Only the first ``reason`` is
+        kept."""
         self._cancel_token.cancel(reason)
-        if self._progress is not None:  # a thread that ends the epoch at the same time may not have reached this token
+        if self._progress is not None:  # another thread that is ending the epoch may not have cancelled this token yet
             self._progress.cancel_token.cancel(str(reason))
 
     def on_end(self, call: Callable[[str], None]) -> None:
-        """Call ``call(reason)`` once, from any thread, when the epoch ends; at once if it has ended."""
+        """Call ``call(reason)`` once, from any thread, when the epoch ends, or now if it has ended."""
         self._cancel_token.on_cancel(lambda: call(self._cancel_token.reason))
 
     def check(self) -> None:
@@ -143,7 +145,7 @@ class EpochGroups:
 
     @property
     def lost(self) -> PeerLost | None:
-        """The error with which an operation of this worker failed; None: none failed before the epoch ended."""
+        """Error with which an operation of this worker failed; None: no operation failed before the epoch ended."""
         opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
         return next(filter(None, [self._cancel_token.lost, *(ring.lost for ring in opened)]), None)
 
@@ -151,7 +153,7 @@ class EpochGroups:
         return self._client_of(min(slot for slot in members if slot in self._peer_stores))
 
     def _client_of(self, slot: int) -> PeerStoreClient:
-        with self._lock:  # states are sent in threads
+        with self._lock:  # other threads, which send states, call this, too
             if slot not in self._stores:
                 self._stores[slot] = PeerStoreClient(
                     self._peer_stores[Slot(slot)], self._comm_config.secret, self.number
@@ -161,14 +163,15 @@ class EpochGroups:
     def open_rings(self, columns: Sequence[Sequence[Slot]]) -> None:
         """Begin to open the rings of several columns, each in a thread; ``ring`` waits until a ring is open.
 
-        NCCL communicators are opened one after the other, in the order of the calls of this method and of ``ring``.
-        This order must be the same on all workers, or two workers would wait for each other.
+        NCCL communicators are opened one after the other, in the order of the calls of this method and ``ring``.  This
+        order must be the same on all workers, or two workers would wait for each other.
         """
         for members in columns:
             self._opening(tuple(members))
 
     def ring(self, members: Sequence[Slot]) -> Group:
-        """Return the gradient ring of ``members``, in this order; all of them must call it; raises ``EpochRevoked``."""
+        """Return the gradient ring of ``members``, in this order; all members must call it.  Raises
+        ``EpochRevoked``."""
         return self._opening(tuple(members)).result()
 
     def _opening(self, members: tuple[Slot, ...]) -> Future[Group]:
@@ -188,13 +191,13 @@ class EpochGroups:
             ring.set_result(self._open_ring(members))
         except BaseException as error:  # noqa: BLE001  the caller of ``ring`` gets every error
             with self._lock:
-                self._rings.pop(members, None)  # a stored error keeps its frames alive, and with them connections
+                self._rings.pop(members, None)  # a stored error would keep its frames, and their connections, alive
             ring.set_exception(error)
 
     def _open_ring(self, members: tuple[Slot, ...]) -> Group:
         comm_config = self._comm_config
         with self.lost_ends_it():
-            self.check()  # an earlier opening may have ended the epoch
+            self.check()  # the opening of another ring may have ended the epoch
             return open_group(
                 _Column(self.number, members, self._me, self._cancel_token),
                 self._meeting_place(members),
@@ -212,11 +215,11 @@ class EpochGroups:
     def _meeting_place(self, members: Sequence[Slot]) -> KeyValue:
         comm_config = self._comm_config
         if comm_config.over_nccl or not all(slot in self._peer_stores for slot in members):
-            return self._store(members)  # the lowest member's store, which all of them need anyway
+            return self._store(members)  # the lowest member's peer store
         return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
     def control(self, name: str, members: Sequence[Slot]) -> TreeBackend:
-        """Return a group of ``members`` for small operations between steps; all of them must call this."""
+        """Return a group of ``members`` for small operations outside the gradient rings; all members must call this."""
         key = (name, tuple(members))
         if key not in self._controls:
             self._controls[key] = self._open_control(*key)
@@ -233,7 +236,7 @@ class EpochGroups:
 
     @contextmanager
     def lost_ends_it(self) -> Iterator[None]:
-        """End the epoch if the block fails because a member is lost or does not arrive; then raise ``EpochRevoked``."""
+        """End the epoch and raise ``EpochRevoked`` if the ``with`` block fails because a member is lost or absent."""
         try:
             yield
         except (PeerLost, TimeoutError) as error:
@@ -245,14 +248,15 @@ class EpochGroups:
             raise
 
     def any(self, value: bool, members: Sequence[Slot]) -> bool:
-        """Return whether any of ``members`` passes True.  Raises ``EpochRevoked``.
+        """Return whether any member passes True as ``value``.  Raises ``EpochRevoked``.
 
-        ``members``: all slots with a worker, ascending.
+        ``members``: all slots with a worker, ascending.  All members must call it.
         """
         return self.most([float(value)], members)[0] > 0
 
     def most(self, values: Sequence[float], members: Sequence[Slot]) -> list[float]:
-        """Return the maximum of each number over ``members``, which are as for ``any``.  Raises ``EpochRevoked``."""
+        """Return the element-wise maximum of the members' ``values``.  ``members``: as in ``any``.  Raises
+        ``EpochRevoked``."""
         largest, options = torch.tensor(list(values), dtype=torch.float64), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with self.lost_ends_it():
@@ -265,7 +269,7 @@ class EpochGroups:
     def offer(self, name: str, tree: Any, shared: int = 0) -> Offer:
         """Offer a tree to other members until the offer is withdrawn, which may be after the end of the epoch.
 
-        The n-th ``fetch`` of a name gets the n-th offer under this name.  ``shared``: see ``Offer``.
+        The n-th ``fetch`` of ``name`` receives the n-th offer of ``name``.  ``shared``: see ``Offer``.
         """
         config = self._comm_config
         offer = Offer(tree, shared, LARGE_CHUNK if config.over_nccl else None)
@@ -283,12 +287,12 @@ class EpochGroups:
         progress: Callable[[], None] = lambda: None,
         lost: Callable[[], Collection[Slot]] = tuple,
     ) -> tuple[Any, int]:
-        """Return the tree that ``holders`` offer, and the bytes of its tensors.
+        """Return the tree that ``holders`` offer under ``name``, and the number of bytes of its tensors.
 
         ``by_devices``: send from device to device if gradients travel over NCCL; must be False if the holder waits for
-        its ``Offer``.  ``stay``: raises to give up; default: the fetch fails when the epoch ends.  In any case a fetch
-        that still waits for an offer fails then.  ``lost``: returns the dead holders, if the fetch continues after the
-        epoch's end.  Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
+        its ``Offer``.  ``stay``: raises to stop the fetch; default: raise when the epoch ends.  A fetch that waits for
+        an offer always fails when the epoch ends.  ``lost``: returns the dead holders, for a fetch that continues after
+        the epoch.  Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
         key, addresses = self._key(name, giving=False), self._peer_stores
         config = self._comm_config
@@ -303,8 +307,8 @@ class EpochGroups:
         return f"{self.number}/{name}/{self._states[name, giving]}"
 
     def close(self) -> None:
-        """End the epoch on this worker, if it has not ended, and close all groups; then none uses the buckets."""
-        self.end("closed")  # this also ends pending openings of rings
+        """End the epoch on this worker, and close all groups; after the return no operation touches a bucket."""
+        self.end("closed")  # rings that are being opened fail, too
         for opener in self._openers:
             opener.join()
         for ring in self._rings.values():
@@ -318,5 +322,5 @@ class EpochGroups:
 
 
 def name_of(kind: str, members: Sequence[Slot]) -> str:
-    """Return a name that is unique among groups of one epoch: two groups of the same workers are one group."""
+    """Return a name of the group of ``members``: equal members of one ``kind`` have equal names, others do not."""
     return f"{kind}-{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:24]}"

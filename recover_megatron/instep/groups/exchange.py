@@ -1,28 +1,26 @@
-"""Operations of some workers across replicas, outside of decisions: each done once, whichever workers die.
+"""Operations over replicas, outside of decisions: each is carried out once, whichever workers die.
 
-Only the members of a group take part in its operations, and each group counts its operations.  So an interrupted
-operation must not need a meeting of all workers: a worker of another pipeline stage may be waiting for this worker
-inside their replica, and would never come to the meeting.
+Only the members of a group take part in the group's operations.  If an operation is interrupted, its members must
+finish it without a meeting of all workers: a worker of another pipeline stage may be waiting for this worker inside
+their replica, and would never come to the meeting.
 
     UNDER WAY(epoch) --the operation, then a barrier of the group--> OVER
         |
-        '--revoked; rendezvous n is open, no member has joined it-----> ASKED(n) --it is over for a member---> OVER
+        '--revoked; rendezvous n is open, no member has joined it-----> ASKED(n) --over for some member------> OVER
                                                                          ^  |
                                      a death opens rendezvous n + 1      |  '--over for none-------> UNDER WAY(n)
                                                                          '-----------------------------'
 
-If a member is past the barrier, all members have reached the barrier, and so have the result: then a member that was
-interrupted in the barrier uses its own result.  If the operation is over for no member, the present members repeat it,
-each on its original input.  (It may have been over for a member that has died since; no worker needs to know.)  The
-lowest live member is the leader: it asks all other members, and publishes the answer on its peer store
-(``Announcements``).
+If some member is past the barrier, all members have reached the barrier, and have the result.  A member that was
+interrupted in the barrier then uses its own result.  If the operation is over for no live member, the live members
+repeat it, each on its original input.  The lowest live member is the leader: it asks all other members whether the
+operation is over for them, and publishes the answer on its peer store (``Announcements``).
 
-If two live members cannot reach each other's peer stores, the unreachable member counts as one that has left, and a
-member that cannot reach its leader leaves: its replica loses its place, and is not formed again over that connection
-(`edges`).
+If the leader cannot reach the peer store of a live member, the operation continues without this member.  A member that
+cannot reach the leader leaves: its replica loses its place, and is not formed again over that connection (`edges`).
 
-Meanwhile the open rendezvous waits for this worker, which joins it only when the operation is over.  This causes no
-cycle of waits: the operation waits only for what its members would wait for without any death.
+During all this the rendezvous stays open, since this worker joins it only when the operation is over.  This causes no
+cycle of waits: the operation waits only for workers for which its members would wait without any death.
 """
 
 from __future__ import annotations
@@ -47,24 +45,25 @@ from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.workload.grid import Slot
 
 Perform = Callable[[TreeBackend, Sequence[Slot]], None]
-"""Function that carries out an operation on a backend whose members have these slots, and keeps the result."""
+"""Function that carries out an operation on a backend with members in the given slots, and keeps the result."""
 
 ALLOW_SECONDS = 600.0
-"""Seconds beyond the hang timeout that a worker may wait in an interrupted operation, while others wait for it at a
-rendezvous.  A worker that hangs, and for which it waits, has no such allowance, so it is evicted first."""
+"""Seconds, in addition to the hang timeout, for which a worker may wait in an interrupted operation.  A worker that
+hangs has no such allowance, so it is evicted before the workers that wait for it."""
 LOOK_SECONDS = 0.005
-"""Seconds between two checks for answers of peer stores."""
+"""Seconds between two checks whether a peer store has answered."""
 
 UNREACHED_SECONDS = 5.0
 RETRY_SECONDS = 0.25
-"""Seconds between two attempts to reach a live member, which counts as unreachable after ``UNREACHED_SECONDS``."""
+"""Seconds between two attempts to connect to a live member.  If all attempts fail for ``UNREACHED_SECONDS``, the member
+counts as unreachable."""
 
 GO, UNREACHED = "go", "unreached"
 
 
 @dataclass(eq=False)
 class Exchange:
-    """Carries out one worker's operations outside of decisions; the main thread calls ``run``."""
+    """Carries out one worker's operations over replicas outside of decisions; the main thread calls ``run``."""
 
     _hooks: Hooks
     _comm_config: CommunicationConfig
@@ -78,10 +77,10 @@ class Exchange:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, label: str, workers: Sequence[Slot], members: Sequence[Slot], perform: Perform) -> None:
-        """Carry out an operation once, with all ``members`` (slots, in rank order), or with those that remain.
+        """Carry out an operation once, with all ``members`` (slots, in rank order) or, after a death, the live members.
 
         ``label`` and ``workers`` (the slots of the launch) identify the group.  ``perform`` may be called more than
-        once; its last call that returns gives the result.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
+        once; the result is that of the last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
         """
         group = name_of(label, workers)
         operation = self._next(group)
@@ -97,8 +96,8 @@ class Exchange:
     # ---- one operation
 
     def _next(self, group: str) -> str:
-        """Return the operation's name, equal at all members: the number of the last decision begun, and the number of
-        this group's operations since then."""
+        """Return the next operation's name, equal on all members: the number of the last decision, and a count since
+        then."""
         if self._at != self._progress.at:
             self._at = self._progress.at
             self._counts.clear()
@@ -113,14 +112,14 @@ class Exchange:
             backend.call(lambda on: on.barrier(dist.BarrierOptions()))
 
     def _settle(self, group: str, operation: str, members: Sequence[Slot], performed: _Performed) -> None:
-        """Find out, after the epoch ended in the middle of the operation, whether it is over; repeat it until it is."""
+        """Finish an operation that the end of the epoch has interrupted: ask whether it is over, else repeat it."""
         assignment, orphan = self._assignment, self._orphan
-        self._planner.ask()  # does nothing if the end is known
+        self._planner.ask()  # no effect if the epoch has ended
         tried = assignment.epoch_groups.number
         while True:
             rendezvous, workers = self._await_rendezvous(tried)
             tried = rendezvous
-            orphan.stay()  # this worker's replica may be the broken one
+            orphan.stay()  # raises if this worker's replica is broken
             self._progress.mark(self._progress.phase, waiting=True, allow=ALLOW_SECONDS)
             here = [slot for slot in members if self._counted(slot, workers)]
             addresses = assignment.decision.peer_stores_by_slot(assignment.grid)
@@ -143,7 +142,7 @@ class Exchange:
                     orphan.stay()
 
     def _await_rendezvous(self, after: int) -> tuple[int, frozenset[int]]:
-        """Wait for a rendezvous after ``after``; return it and its workers; raises as ``run`` does."""
+        """Wait for a rendezvous newer than ``after``; return its number and its workers.  Raises as ``run`` does."""
         while True:
             self._orphan.stay()
             if (opened := self._announcements.await_rendezvous(after, 1.0)) is not None:
@@ -157,7 +156,10 @@ class Exchange:
     def _agreed(
         self, peer_stores: _PeerStores, rendezvous: int, group: str, operation: str, members: Sequence[Slot]
     ) -> str:
-        """Return ``OVER``; or ``GO`` and the slots that repeat the operation; or "": a later rendezvous must decide."""
+        """Return the members' agreement: ``OVER``, or ``GO`` and the slots that repeat the operation.
+
+        Returns an empty string if a member died or the rendezvous was closed, so that a later rendezvous must decide.
+        """
         me = self._assignment.slot
         name = key(rendezvous, group, operation)
         self._announcements.here(rendezvous, group, operation)
@@ -171,7 +173,7 @@ class Exchange:
                 return answer
         others = [slot for slot in members if slot > me]
         for slot in others:
-            peer_stores.ask(slot, name)  # requests to all, before any answer
+            peer_stores.ask(slot, name)  # send all requests before waiting for an answer
         answers = {slot: self._ask(peer_stores, slot, name, rendezvous) for slot in others}
         if "" in answers.values():
             return ""
@@ -181,10 +183,11 @@ class Exchange:
         return found
 
     def _ask(self, peer_stores: _PeerStores, slot: Slot, name: str, rendezvous: int) -> str:
-        """Return the answer of a member's peer store: the value of ``name``, or "left" if the member has no place.
+        """Return the value of key ``name`` on the peer store of the member at ``slot``; "left": it has no place any
+        more.
 
-        An empty string: the member is lost, or the rendezvous is closed.  ``UNREACHED``: the member lives, but its peer
-        store was not reached for ``UNREACHED_SECONDS``.
+        Returns an empty string if the member is lost or the rendezvous is closed, and ``UNREACHED`` if the peer store
+        of a live member cannot be reached for ``UNREACHED_SECONDS``.
         """
         until, pause = time.monotonic() + UNREACHED_SECONDS, LOOK_SECONDS
         left = left_key(self._assignment.decision.epoch)
@@ -205,7 +208,7 @@ class Exchange:
                 return ""
 
     def _repeating(self, rendezvous: int) -> EpochGroups:
-        """Return the groups in which operations are repeated while ``rendezvous`` is open."""
+        """Return the groups in which operations are repeated while ``rendezvous`` is open; create them if necessary."""
         if (known := self._announcements.repeating(rendezvous)) is not None:
             return known
         self._announcements.settled()
@@ -220,7 +223,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class _Performed:
-    """An operation, which remembers whether it has produced a result."""
+    """Wrapper of an operation that records whether the operation has produced a result."""
 
     _perform: Perform
     _done: bool = False
@@ -230,21 +233,21 @@ class _Performed:
         self._done = True
 
     def check(self, group: str) -> None:
-        """Raise Disagreement unless this worker has the result: if the operation is over, all members must have it."""
+        """Raise Disagreement unless this worker has the result, as all members must when the operation is over."""
         if not self._done:
             raise Disagreement(f"an operation of {group} is over for others, but this worker did not take part in it")
 
 
 @dataclass(eq=False)
 class _PeerStores:
-    """Peer stores of the members of an epoch, by slot."""
+    """Connections to the peer stores of the members of an epoch, by slot."""
 
     _addresses: dict[Slot, str]
     _secret: bytes
     _clients: dict[Slot, PeerStoreClient] = field(default_factory=dict, init=False)
 
     def look(self, slot: Slot, key: str) -> str | None:
-        """Request the value of ``key``; return it if it has arrived, else None.  Raises ``PeerLost``."""
+        """Request the value of ``key`` from the peer store at ``slot``; None: not arrived yet.  Raises ``PeerLost``."""
         if slot not in self._clients:
             self._clients[slot] = PeerStoreClient(self._addresses[slot], self._secret)
         client = self._clients[slot]
@@ -252,11 +255,11 @@ class _PeerStores:
 
     def ask(self, slot: Slot, key: str) -> None:
         """Request the value of ``key``, without waiting for it."""
-        with suppress(PeerLost):  # raised by ``look``
+        with suppress(PeerLost):  # a later ``look`` raises it again
             self.look(slot, key)
 
     def disconnect(self, slot: Slot) -> None:
-        """Close the connection; the next ``look`` opens another."""
+        """Close the connection to the peer store at ``slot``; the next ``look`` opens another."""
         if client := self._clients.pop(slot, None):
             client.close()
 

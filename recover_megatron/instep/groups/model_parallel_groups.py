@@ -1,16 +1,16 @@
-"""Groups inside a replica: they can be ended from another thread, and created again among other workers.
+"""Groups inside a replica, which another thread can abort, and which can be created again with other workers.
 
     created at start-up (by torch) --end()--> every operation fails --rebuild()--> created again, with a new token
 
 NCCL groups can be aborted.  Gloo groups cannot, but their operations fail when the group's connections are shut down,
 so these connections are recorded when a group is created.  (If gloo misses the shutdown, its operation is abandoned:
-``guard``.)  A worker that does not get out of the groups exits (``Leaving``).
+``guard``.)  A worker whose main thread does not leave the operations exits (``Leaving``).
 
 NCCL's report that an operation has succeeded is not used: ``Work.is_completed`` returns True for a failed operation,
 and an aborted kernel leaves garbage.  Results computed from garbage are never sent: the epoch's cancel token is
-cancelled before any group is aborted, and a bucket is sent to other replicas only if it was computed before that
-(`collectives.device`, ``DeviceStream``).  Model-parallel peers that share an aborted kernel have garbage, too, so
-their tokens are cancelled before the abort, as well (``CancelToken.all_heard``).
+cancelled before any group is aborted, and only buckets computed before the cancellation are sent to other replicas
+(`collectives.device`, ``DeviceStream``).  An abort also leaves garbage on model-parallel peers, so their tokens must be
+cancelled before the abort, too (``CancelToken.all_heard``).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _CALLS = (
     "/recover_megatron/collectives/",
     "/recover_megatron/instep/faults.py",
 )
-"""Source files of frames in calls that wait for a group or for the device."""
+"""Parts of the paths of source files whose functions wait for a group or for the device."""
 
 Calls = frozenset[tuple[int, int]]
-"""Identities of calls in threads; an identity does not change while its thread is in the call."""
+"""Calls that threads are in, as (id of the frame, last instruction): equal as long as the thread is in the call."""
 
 
 def calls_under_way() -> Calls:
-    """Return the calls on groups or the device that the main thread or a thread of the backward pass is in."""
+    """Return the calls on groups or the device in which the main thread or a backward thread is now."""
     main = threading.main_thread().ident
     frames = {thread: _waiting(frame) for thread, frame in sys._current_frames().items()}
     return frozenset(
@@ -72,14 +72,14 @@ def calls_under_way() -> Calls:
 
 
 def _waiting(frame: FrameType) -> FrameType:
-    """Return ``frame`` or, if it is inside ``threading``, the frame that called ``threading`` to wait."""
+    """Return ``frame`` or, if this is a wait inside ``threading``, the frame that called ``threading``."""
     while frame.f_globals.get("__name__") == "threading" and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def end_process(reason: str) -> None:
-    """Terminate this worker now; the stack of its main thread goes to stderr."""
+    """Print the stack of the main thread to stderr, and terminate this process immediately."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     write_stderr("".join(traceback.format_stack(main)))
     log.info(
@@ -91,22 +91,22 @@ def end_process(reason: str) -> None:
 
 
 class Leaving:
-    """Thread that gets a worker out of the groups of its broken replica, or terminates it.
+    """Thread that aborts the NCCL groups of a broken replica, and ends the process if its main thread stays in them.
 
-        begin --> WAITING until all have heard --> ABORTING --every abort has returned--> AWAITING the main thread
+        begin --> WAITING for ``all_heard`` -----> ABORTING --every abort has returned--> AWAITING the main thread
                      '--out of the run: over                   |                               |   '--left()--> over
                                                                |--an abort raises              |
                                aborts last for LEAVE_SECONDS --'  in one call for LEAVE_SECONDS'
                                                                '-------------------------------'--> exit code 1
 
-    An abort may wait for a lock that a torch call holds, or for a kernel of another communicator of the device that is
-    aborted next.  So all aborts start at once, each in its own thread, and this thread waits for all of them.  It also
-    waits while the main thread computes (`spare` limits that time).  Time is counted in checks, not by the clock, so
-    that time in which the process was stopped does not count.
+    An abort may wait for a lock that a torch call holds, or for a kernel of another communicator that is not aborted
+    yet.  So each abort runs in a separate thread, and this thread waits for all of them.  Time in which the main thread
+    computes does not count here (`spare` limits it).  Time is counted in checks instead of seconds, so that time in
+    which the process was stopped does not count.
 
-    ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: as for ``CancelToken``; if this
-    worker is out of the run, nothing is aborted, since its process exits.  ``cuda``, ``where``, ``end`` and ``look``
-    (seconds between two checks): for tests.
+    ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: waits until all workers know
+    that the epoch is over (``CancelToken``).  If this worker is out of the run, nothing is aborted, since its process
+    exits.  ``cuda``, ``where``, ``end`` and ``look`` (seconds between two checks): for tests.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Leaving:
         self._thread = threading.Thread(target=self._run, name="leaving the replica's groups", daemon=True)
 
     def begin(self) -> None:
-        """Abort all groups, from any thread, and return at once."""
+        """Start to abort all groups, from any thread; does not wait."""
         self._thread.start()
 
     def left(self) -> None:
-        """Record that the main thread is in no call of these groups any more, and will make none."""
+        """Record that the main thread has left all calls of these groups, and will make no more calls."""
         with self._changed:
             self._left = True
             self._changed.notify_all()
@@ -151,21 +151,21 @@ class Leaving:
         except MembershipError:
             return
         for group in self._groups:
-            abort_beside("aborting a communicator of NCCL's", self._cuda, self._device, group.abort, self._aborted)
+            abort_beside("aborting an NCCL communicator", self._cuda, self._device, group.abort, self._aborted)
         self._groups.clear()
         looks = round(LEAVE_SECONDS / _LOOK)
         for _ in range(looks):
             if self._wait(lambda: not self._aborting or bool(self._failed)):
                 break
         if self._failed or self._aborting:
-            self._end(self._failed or f"{self._aborting} of its communicators are still being aborted")
+            self._end(self._failed or f"the aborts of {self._aborting} NCCL communicators last too long")
             return
         stuck, since = Calls(), 0
         while not self._wait(lambda: self._left):
             calls = self._where()
             stuck, since = (stuck & calls, since + 1) if stuck & calls else (calls, 0)
             if since >= looks:
-                self._end("its main thread does not come out of a call")
+                self._end("its main thread is stuck in a call")
                 return
 
     def _wait(self, done: Callable[[], bool]) -> bool:
@@ -175,7 +175,7 @@ class Leaving:
     def _aborted(self, error: BaseException | None) -> None:
         with self._changed:
             self._aborting -= 1
-            if error is not None:  # after any error the state of the communicator is unknown
+            if error is not None:  # after an error the state of the communicator is unknown
                 self._failed = self._failed or f"an abort failed: {type(error).__name__}: {error}"[:500]
             self._changed.notify_all()
 
@@ -184,11 +184,11 @@ MEET_SECONDS = 60.0
 
 
 class ModelParallelGroups:
-    """Records the groups inside one worker's replica as they are created, ends them, and creates them again.
+    """Groups inside one worker's replica: records them when they are created, ends them, and creates them again.
 
-    ``ports``: ports of the rendezvous store, which other workers need, and of coordinators, which this worker needs;
-    connections from or to these ports are never shut.  ``device``: device of the groups over NCCL.  ``make_nccl``:
-    creates a group over NCCL; ``leaving``: creates the ``Leaving`` thread.
+    ``ports``: ports of the rendezvous store and of coordinators; connections from or to these ports are never shut,
+    since the run still needs them.  ``device``: device of the groups over NCCL.  ``make_nccl``: creates a group over
+    NCCL.  ``leaving``: creates the ``Leaving`` thread.
     """
 
     def __init__(
@@ -206,33 +206,34 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Connections of groups during whose creation another thread opened connections, which gloo never closes."""
+        """Connections recorded for a group while another thread opened connections, too.  Gloo does not close the
+        latter."""
         self._shut = set[Identity]()
-        """Connections that ``end`` has shut, and that gloo may not have closed yet."""
+        """Connections that ``end`` has shut down, and that gloo may not have closed yet."""
         self._settled = True
         self._groups: list[SwappableGroup] = []
         self._gloo: GlooGroups | None = None
-        """The present groups over gloo, if ``rebuild`` has created them; None: torch created them at start-up."""
+        """The present groups over gloo, created by ``rebuild``; None: torch created the present groups at start-up."""
         self._cancel_token = CancelToken(0)
         self.guard = AbortableWorks(self._cancel_token)
-        """Guard of the present groups, which abandons an operation that waits in gloo for a lost worker."""
+        """Guard of the present groups: abandons operations that wait in gloo for a lost worker."""
         self._store: PeerStoreClient | None = None
         self._lock = threading.Lock()
         self._ended = False
 
     def keep(self, group: SwappableGroup) -> None:
-        """Keep a group that ``rebuild`` creates again."""
+        """Record ``group``, which ``rebuild`` will create again."""
         self._groups.append(group)
         group.guard_by(self.guard)
 
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
-        """Create a group with ``create`` and record it.
+        """Call ``create`` to create a group, and record the group's connections; if it returns None, the default group.
 
-        Called at start-up, while other threads open no lasting connections except those of ``ports``.
+        Called at start-up, while other threads open no lasting connections except those from or to ``ports``.
         """
         before = set(open_sockets().values())
         group = create()
-        if group is None:  # the default one
+        if group is None:  # ``create`` has created the default group
             group = dist.distributed_c10d._get_default_group()
         if dist.get_backend(group) == "nccl":
             self._nccl.append(group)
@@ -241,16 +242,17 @@ class ModelParallelGroups:
         for descriptor, identity in open_sockets().items():
             if identity not in before:
                 self._note(descriptor)
-        if len(self._sockets) - noted >= group.size():  # more than gloo's: it has one connection per other member
+        # Gloo opens one connection per other member; if there are more, another thread has opened some.
+        if len(self._sockets) - noted >= group.size():
             self._mixed += self._sockets[noted:]
             del self._sockets[noted:]
         return group
 
     def _note(self, descriptor: int) -> None:
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the descriptor has been closed
             sock = socket.socket(fileno=os.dup(descriptor))
             try:
-                # A listener must not be shut: gloo ends the process when its listener fails.
+                # Gloo ends the process when its listener fails, so a listener must not be shut down.
                 listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 ports = {sock.getsockname()[1], sock.getpeername()[1]}
             except (OSError, IndexError, TypeError):  # not connected, or not TCP
@@ -262,11 +264,12 @@ class ModelParallelGroups:
                 self._sockets.append(sock)
 
     def end(self, all_heard: Callable[[], None] = lambda: None) -> None:
-        """Make every operation of these groups fail on this worker and, for gloo, on its peers; from any thread, once.
+        """Make every operation of these groups fail on this worker and, for gloo, on the other members; from any
+        thread.
 
-        ``all_heard``: as for ``CancelToken``, for the last epoch in which the groups were used; default: no other
-        worker used them.  The main thread must call ``left`` once it is out of all calls of the groups; if it stays in
-        a call, this process exits.
+        ``all_heard``: waits until all workers know that the last epoch of the groups is over (``CancelToken``);
+        default: do not wait, if no other worker used the groups.  The main thread must call ``left`` when it has left
+        all calls of the groups; if it stays in a call, this process exits.  A second call has no effect.
         """
         with self._lock:
             if self._ended:
@@ -276,7 +279,7 @@ class ModelParallelGroups:
             nccl, self._nccl = self._nccl, []
             cancel_token, gloo = self._cancel_token, self._gloo
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
-            # Shut the sockets before the token releases any operation: no later data may reach the operation's tensors.
+            # Shut the sockets before the token releases operations, whose tensors no later data may reach.
             self._shut |= shut(sockets)
             shut(self._mixed)
             self._settled = False
@@ -287,7 +290,7 @@ class ModelParallelGroups:
         leaving.begin()
 
     def left(self) -> None:
-        """Record that the main thread, which calls this, is out of all calls of ended groups until ``rebuild``.
+        """Record that the main thread, which calls this, has left all calls of the groups that ``end`` has ended.
 
         Returns when no gloo thread writes to a tensor any more; terminates the process if gloo does not stop in time.
         """
@@ -318,17 +321,16 @@ class ModelParallelGroups:
         end_process(f"gloo has not closed {len(descriptors)} connections that this worker shut down")
 
     def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
-        """Create all kept groups of several workers, and placeholders, again among the present workers of ``replica``.
+        """Create the recorded groups again, among the present workers of ``replica``.
 
-        Old groups are ended if they still exist, which happens only after a worker has built its model alone.  The new
-        groups outlive the epoch; but if the epoch ends during their creation, they are ended.  Raises ``EpochRevoked``,
-        ``PeerLost`` and ``TimeoutError``.
+        Ends the old groups first, if they have not been ended.  The new groups outlive the epoch; but if the epoch ends
+        during their creation, they are ended, too.  Raises ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
         """
         self.end()
         self.left()
         if self._store is not None:
             self._store.close()
-        self._store = store  # NCCL uses it again when two workers first connect to each other
+        self._store = store  # NCCL uses it later, when two workers first connect to each other
         cancel_token = CancelToken(epoch_groups.number)
         with self._lock:
             self._cancel_token, self.guard, self._ended = cancel_token, AbortableWorks(cancel_token), False
@@ -348,8 +350,8 @@ class ModelParallelGroups:
         named = {group.own_name: group.positions for group in groups if group.backend != "nccl"}
         backends: dict[str, Any] = {}
         before = self._gloo
-        if named:  # also a group of one worker, if it is a placeholder
-            # If this raises, no group has been replaced: all are still the ended ones.
+        if named:  # placeholders are included, even with one worker
+            # If this raises, no group has been replaced yet.
             me = groups[0].positions[groups[0].at]
             self._gloo = GlooGroups(me, named, store, cancel_token, ring=prefix, host=host)
             backends = self._gloo.backends
@@ -363,7 +365,7 @@ class ModelParallelGroups:
     def _meet(
         self, groups: Sequence[SwappableGroup], prefix: str, cancel_token: CancelToken, store: dist.Store
     ) -> None:
-        """Wait until all workers of the replica have arrived, since no token can end a wait for a peer inside NCCL."""
+        """Wait until all workers of the replica have arrived, since no token can interrupt a wait inside NCCL."""
         store.set(f"{prefix}/here/{groups[0].positions[groups[0].at]}", "1")
         for position in sorted({position for group in groups for position in group.positions}):
             await_key(store, f"{prefix}/here/{position}", cancel_token, MEET_SECONDS)
@@ -375,6 +377,6 @@ class ModelParallelGroups:
             if self._ended:
                 raise PeerLost("the replica broke while its groups were created")
             group = self._make_nccl(store, name, rank, size, device, options)
-            self._nccl.append(group)  # before the group waits for other workers: ``end`` may have to abort it
+            self._nccl.append(group)  # before ``connect``, which waits for other workers: ``end`` may have to abort it
         connect(group, device)
         return group

@@ -1,9 +1,9 @@
-"""A torch process group that outlives its members: the object stays, its members are those of the present epoch.
+"""Torch process group over replicas that stays the same object when its members change from epoch to epoch.
 
-Megatron keeps groups in a hundred places.  Groups that span replicas (data-parallel groups and the default group) are
-replaced once by an ``EpochGroup``, so that their users need not be notified when workers are lost.  The ``size`` and
-``rank`` of an ``EpochGroup`` count only workers that have a place now.  The effect of an operation depends on the state
-of the training: `traffic`.
+Megatron stores groups in many places.  So each group that spans replicas (data-parallel groups and the default group)
+is replaced once by an ``EpochGroup``, whose users need not be notified when workers are lost.  The ``size`` and
+``rank`` of an ``EpochGroup`` count only workers that have a place now.  The state of the training decides how an
+operation is carried out (`traffic`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from recover_megatron.workload.grid import Slot
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> None:
-    """Write ``source`` at each of ``places`` in ``target``: the result of a gathering without other workers."""
+    """Write ``source`` at each of ``places`` in ``target``: the result of an all-gather without other workers."""
     for at in places:
         target.view(-1)[at * source.numel() : (at + 1) * source.numel()].copy_(source.reshape(-1))
 
 
 class EpochGroup(dist.ProcessGroup):
-    """A group over replicas.  ``workers``: the members' slots at launch, in rank order.  ``original``: torch's group of
-    the launch; None on a worker that was started later, which is never in ``Mode.STARTING``.  ``places``: the slots
-    ``workers``, and those of the replicas to which the run may grow.
+    """Group over replicas.
 
-    ``mates``: None, or a group that carries messages inside the replica, and its members' slots in rank order.
+    ``workers``: slots of the members at launch, in rank order.  ``original``: torch's group of the launch; None on a
+    worker that was started later, which is never in ``Mode.STARTING``.  ``places``: ``workers``, and the slots of the
+    replicas that a growing run may add.  ``mates``: None, or (group that carries messages inside the replica, slots of
+    this group's members in rank order).
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class EpochGroup(dist.ProcessGroup):
     # ---- members
 
     def among(self, live: frozenset[Slot]) -> tuple[Slot, ...]:
-        """Return the group's slots in ``live``; cached for the last ``live``, since Megatron often asks for sizes."""
+        """Return the group's slots that are in ``live``; cached, since Megatron often asks for sizes."""
         if self._among[0] is not live:
             self._among = live, tuple(slot for slot in self.places if slot in live)
         return self._among[1]
@@ -78,7 +79,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def _own_places(self) -> Sequence[int]:
-        """Places of this worker's part in a gathering without other workers; all places before it has joined a run."""
+        """Ranks whose part this worker fills in an all-gather without other workers: all until it has joined a run."""
         return range(self.size()) if self._traffic.recovery is None else [self.rank()]
 
     def name(self) -> str:
@@ -88,7 +89,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Name of the group; not the original's, with which torch's functional collectives would find the original."""
+        """Name of the group, different from the original's: torch's functional collectives look up groups by name."""
         return f"recover {name_of(self.label, self.workers)}"
 
     def getGroupName(self) -> str:
@@ -140,7 +141,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(lambda on, among: on.reduce(tensors, among.to_root(opts, root)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Gather; the outputs of members that are lost during the operation are left unchanged."""
+        """Gather the inputs of all members; outputs of members that die during the operation are left unchanged."""
 
         def start(on: Any, among: Among) -> Any:
             return on.allgather([among.pick(output) for output in outputs], inputs, opts or c10d.AllgatherOptions())
@@ -153,7 +154,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(start, alone)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
-        """Gather into one tensor, otherwise as ``allgather``."""
+        """Gather the inputs of all members into one tensor, otherwise as ``allgather``."""
 
         def start(on: Any, among: Among) -> Any:
             options = opts or c10d.AllgatherOptions()
@@ -230,11 +231,12 @@ class EpochGroup(dist.ProcessGroup):
     def monitored_barrier(self, *unused: Any, **unused_too: Any) -> None:
         self.barrier()
 
-    # Point-to-point messages stay inside a replica (an interleaved pipeline of two stages sends them over the default
-    # group).  In every mode ``mates`` carries them or, without it, torch's own group, with the ranks of the launch.
+    # Point-to-point messages stay inside a replica.  (An interleaved pipeline of two stages sends them over the default
+    # group.)  In every mode they are sent over ``mates`` or, if this is None, over torch's group of the launch.
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make messages over torch's own group fail, if it uses gloo, when the token of ``guard`` is cancelled."""
+        """Make messages over torch's group of the launch fail when the token of ``guard`` is cancelled, if it uses
+        gloo."""
         self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
 
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
@@ -255,7 +257,7 @@ class EpochGroup(dist.ProcessGroup):
 
 
 def _of_original(name: str) -> Callable[..., None]:
-    """Return a method that calls method ``name`` of the original group, if there is one; else it does nothing."""
+    """Return a method that calls method ``name`` of the original group; without an original it does nothing."""
 
     def method(self: EpochGroup, *args: Any) -> None:
         if self._original is not None:
@@ -269,7 +271,7 @@ for _name in ("set_timeout", "_set_default_timeout", "shutdown", "abort"):
 
 
 def _not_carried(name: str) -> Callable[..., Any]:
-    """Return a method for an unsupported operation: it calls torch's method while the run starts, and later raises."""
+    """Return a method for an unsupported operation: it calls torch's method in ``Mode.STARTING``, and else raises."""
 
     def method(self: EpochGroup, *args: Any, **kwargs: Any) -> Any:
         if self._traffic.mode is Mode.STARTING:
@@ -307,22 +309,22 @@ def register(group: dist.ProcessGroup, original: dist.ProcessGroup) -> None:
 
 
 def register_new(group: dist.ProcessGroup, slots: tuple[Slot, ...], backend: str, *, default: bool = False) -> None:
-    """Register a group without an original with torch.distributed."""
+    """Register a group that has no original with torch.distributed."""
     world = c10d._world
     world.pg_map[group] = (backend, None)
     world.pg_names[group] = f"{group.group_name} {len(world.pg_names)}"
     world.pg_group_ranks[group] = {slot: at for at, slot in enumerate(slots)}
-    world.pg_to_tag[group] = ""  # as torch does for groups without a tag: it removes it when a group is destroyed
+    world.pg_to_tag[group] = ""  # as torch does for groups without a tag: destroying a group requires an entry
     world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
     if default:
         c10d._update_default_pg(group)
 
 
 def renumber(ranks: dict[Slot, int]) -> None:
-    """Rewrite torch's map from global ranks to group ranks; ``ranks``: slot -> new global rank.
+    """Rewrite torch's maps from global ranks to group ranks.  ``ranks``: slot -> new global rank.
 
-    In groups inside a replica, slots without a new rank get a rank that no worker uses, so that the groups of a broken
-    replica stay well-formed.
+    In groups inside a replica, a slot without a new rank gets a negative rank, which no worker uses, so that torch can
+    still use the groups of a broken replica.
     """
     world = c10d._world
     for group, known in list(world.pg_group_ranks.items()):

@@ -1,21 +1,20 @@
-"""Operations on groups that span replicas: their effect depends on the state of the training (``Mode``).
+"""Carries out operations on groups that span replicas; the state of the training (``Mode``) decides how.
 
-STARTING    before the first epoch: torch's own group
+STARTING    before the first epoch: torch's own group carries out the operation
 ALONE       while a worker builds its model, or takes a place again: nothing is sent, the worker's own data is the
             result
-STEP        inside a training step, which sums the gradients across replicas itself: operations whose purpose this sum
-            fulfils are not sent, and any other operation ends the run
-SECTION     inside a section: a group of the epoch; a revoke raises EpochRevoked
-DEFERRED    as SECTION, but for a section whose workers depend on each other inside their replica (evaluation): after a
-            revoke the rest of the section runs with local data, and EpochRevoked is raised at the section's end
+STEP        inside a training step, which sums the gradients over replicas itself: an operation that this sum replaces
+            is not sent, and any other operation ends the run
+SECTION     inside a section: a group of the epoch carries out the operation; a revoke raises EpochRevoked
+DEFERRED    as SECTION, for a section whose workers depend on each other inside their replica (evaluation): after a
+            revoke the section continues with local data, and EpochRevoked is raised at the section's end
 OPEN        anywhere else: the group's members carry out the operation once; if some members die, the remaining members
             carry it out (`exchange`)
 
-If no other worker calls the operation, for example because it is called in a signal handler, at most this worker is
-affected (`out_of_turn`).
+If only this worker calls an operation, for example in a signal handler, no other worker is affected (`out_of_turn`).
 
-``Among`` names the members that carry out an operation, of those that the caller counts on; ``caller`` finds the code
-that called it; ``Staged`` holds the tensors on which it is carried out.
+``Among`` names the live members that carry out an operation; ``caller`` finds the code that called the operation;
+``Staged`` holds copies of the operation's tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.workload.grid import Slot
 
 IN_PLACE = ("allreduce", "reduce", "broadcast")
-"""Operations that read the tensors that they write.  Other operations write the first argument and read the second."""
+"""Operations that overwrite the tensors that they read; others write their first argument and read their second."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -54,7 +53,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Staged:
-    """Tensors of one operation, and their host copies, on which the operation is carried out.
+    """Tensors of one operation, and host copies of these, on which the operation is carried out.
 
         to(backend) --the operation--> wait --bring_back()--> the tensors have the result
                                          '--revoked--> the tensors are unchanged
@@ -62,8 +61,8 @@ class Staged:
     Inputs of in-place operations are copied, because an interrupted operation may have overwritten a part of its input,
     and must be repeated.  GPU tensors are copied, too: they are small, and the operation needs them on the host.
 
-    ``away``: returns True for a tensor that is copied in any case.  ``every_result``: True if other results, too, are
-    written only by ``bring_back``, so that an operation repeated by fewer workers leaves no data of the first attempt.
+    ``away``: returns True for a tensor that must always be copied.  ``every_result``: True if all other results are
+    copied, too, so that an operation that fewer workers repeat leaves no data of the first attempt.
     """
 
     def __init__(
@@ -77,10 +76,11 @@ class Staged:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._on: Any = None
         self.spoiled: list[torch.Tensor] = []
-        """Inputs that ``bring_back`` overwrites."""
+        """Tensors that are inputs of the operation, and that ``bring_back`` overwrites."""
 
     def to(self, backend: Any) -> Any:
-        """Wrap the backend for one operation, and forget the results of the last operation."""
+        """Wrap ``backend``, so that the next operation on it uses host copies; drop the copies of the last
+        operation."""
         self._on, self._copies, self.spoiled = backend, [], []
         return self
 
@@ -97,15 +97,16 @@ class Staged:
         return call
 
     def bring_back(self) -> None:
-        """Copy the results of the finished operation to their tensors."""
+        """Copy the results of the finished operation to the caller's tensors."""
         with torch.no_grad():
             for original, copy in self._copies:
                 original.copy_(copy)
 
     def _copied(self, value: Any, shared: Callable[[torch.Tensor], bool], written: bool) -> Any:
-        """Return ``value`` with host copies in place of its tensors where the class's rules require copies.
+        """Return an argument of the operation, with host copies of its tensors where the class requires copies.
 
-        ``shared``: returns True for a tensor that the operation also reads; ``written``: True if it writes ``value``.
+        ``written``: True if the operation writes this argument.  ``shared``: returns True for a tensor that the
+        operation also reads.
         """
         if isinstance(value, (list, tuple)):
             return [self._copied(item, shared, written) for item in value]
@@ -113,7 +114,7 @@ class Staged:
             return value
         if not (self._away(value) or shared(value) or (written and self._every_result)):
             return value
-        # Contiguous, as gloo requires, whatever view the original is.
+        # The copy is contiguous, as gloo requires, even if the original is a view.
         copy = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
         if written:
             self._copies.append((value, copy))
@@ -127,11 +128,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Among:
-    """Members that carry out an operation on a group, among those that its caller counts on.
+    """Live members that carry out an operation on a group.
 
-    If members are lost in the middle of the operation, the remaining members carry it out, and all data by rank keeps
-    the rank that the caller knows.  ``expected``: slots of the members that the caller counts on, in rank order;
-    ``present``: the slots of these that carry out the operation.
+    ``expected``: slots of all members when the operation was called; the caller's data is in the same order.
+    ``present``: slots of the members that are left, which carry out the operation.
     """
 
     expected: tuple[Slot, ...]
@@ -142,17 +142,17 @@ class Among:
         return len(self.present) == len(self.expected)
 
     def pick(self, by_rank: Sequence[T]) -> list[T]:
-        """Return the entries of present members from a sequence with one entry for each expected rank."""
+        """Return the present members' entries of a sequence that has one entry for each expected member."""
         return [by_rank[self.expected.index(slot)] for slot in self.present]
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of present members; the tensor has an equal part for each expected member."""
+        """Return the present members' parts of a tensor that has one equal part for each expected member."""
         return self.pick(whole.view(-1).chunk(len(self.expected)))
 
     def from_root(self, options: Any, of_caller: int) -> Any:
-        """Return ``options`` for an operation that sends the data of the caller's rank ``of_caller``.
+        """Set the root of an operation that sends the root's data to all members; return ``options``.
 
-        Raises Disagreement if the worker at this rank is lost.
+        ``of_caller``: the root's rank among the expected members.  Raises Disagreement if this member is lost.
         """
         slot = self.expected[of_caller]
         if slot not in self.present:
@@ -161,9 +161,9 @@ class Among:
         return options
 
     def to_root(self, options: Any, of_caller: int) -> Any:
-        """Return ``options`` for an operation with a result for the caller's rank ``of_caller``.
+        """Set the root of an operation whose result the root gets; return ``options``.
 
-        If the worker at this rank is lost, another member gets the result.
+        ``of_caller``: the root's rank among the expected members.  If this member is lost, another gets the result.
         """
         slot = self.expected[of_caller]
         options.rootRank = self.present.index(slot) if slot in self.present else 0
@@ -172,12 +172,12 @@ class Among:
 
 _GROUPS = "recover_megatron.instep.groups.process_group"
 _BETWEEN = ("recover_megatron", "torch", "typing_extensions", "functools", "contextlib")
-"""Packages whose frames may be between a caller and a group."""
+"""Packages whose stack frames ``caller`` skips between the calling code and a group."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A place in a program that calls an operation on a group; ``operation``: the group's method that torch called."""
+    """Line of code that calls an operation on a group.  ``operation``: method of the group that torch called."""
 
     module: str
     function: str
@@ -190,7 +190,7 @@ class Caller:
 
 
 def caller() -> Caller:
-    """Return the code that called the present operation on a group: for rules about known callers, and for errors."""
+    """Return the code outside torch and this project that called the present operation on a group."""
     frame, operation = sys._getframe(1), ""
     while frame.f_back is not None and _module(frame).partition(".")[0] in _BETWEEN:
         if _module(frame) == _GROUPS:
@@ -208,7 +208,7 @@ WORLD = "world"
 
 
 class Mode(Enum):
-    """State of the training; see the table above."""
+    """State of the training, which decides how operations are carried out; see the module's table."""
 
     STARTING = "starting"
     ALONE = "alone"
@@ -222,7 +222,7 @@ class OverReplicas(Protocol):
     """A group whose members are in several replicas (``process_group.EpochGroup``)."""
 
     workers: tuple[Slot, ...]
-    """The slots of its members at launch, in rank order."""
+    """Slots of the group's members at launch, in rank order."""
     label: str
 
     @property
@@ -230,7 +230,7 @@ class OverReplicas(Protocol):
         """The torch group of the launch."""
 
     def among(self, live: frozenset[Slot]) -> tuple[Slot, ...]:
-        """Return the slots of the group that are in ``live``, including those to which the run has grown."""
+        """Return the group's slots in ``live``, including slots of replicas that were added after the launch."""
 
 
 def _call(made: Caller, group: OverReplicas) -> str:
@@ -239,22 +239,23 @@ def _call(made: Caller, group: OverReplicas) -> str:
 
 
 Operation = Callable[[Any, Among], Any]
-"""Function that starts one collective on a backend of the present members, and returns the collective's work."""
+"""Function that starts one collective on a backend of the present members, and returns the torch ``Work``."""
 
 
 @dataclass(eq=False)
 class Traffic:
-    """Carries out the operations of one worker's groups over replicas; ``slot``: its slot until it has a place."""
+    """Carries out the operations of one worker's groups over replicas.  ``slot``: the worker's slot until it has a
+    place."""
 
     slot: Slot
     mode: Mode = Mode.STARTING
     _known: Callable[[Caller], bool] = lambda caller: False
-    """Return whether the step itself already fulfils the purpose of an operation that is called inside it."""
+    """Return whether a caller's operation inside a step is unnecessary, since the step sums the gradients itself."""
     _averages: Callable[[Caller], bool] = lambda caller: False
-    """Return whether an operation averages over replicas a value of one microbatch.
+    """Return whether a caller's operation averages a value of one microbatch over replicas.
 
-    Replicas may run different numbers of microbatches, so the worker keeps its own value, and the mean over all
-    microbatches is computed later.
+    Such an operation is not sent, since replicas may run different numbers of microbatches.  The worker keeps its own
+    value, and the mean over all microbatches is computed later.
     """
     recovery: Recovery | None = field(default=None, init=False)
 
@@ -267,14 +268,14 @@ class Traffic:
             self.mode = before
 
     def members(self, group: OverReplicas) -> tuple[Slot, ...]:
-        """Return the slots of a group that have a worker now, in the group's order."""
+        """Return the slots of ``group`` that have a worker now, in rank order."""
         if self.recovery is None or not self.recovery.assignment.started:
             return group.workers
         return group.among(self.recovery.assignment.live)
 
     @property
     def standing(self) -> list[Slot]:
-        """The slots that have a worker now, by rank; empty before the first epoch."""
+        """All slots that have a worker now, in the order of the ranks; empty before the first epoch."""
         recovery = self.recovery
         return [] if recovery is None or not recovery.assignment.started else list(recovery.assignment.standing)
 
@@ -285,12 +286,12 @@ class Traffic:
         return self.recovery.assignment.slot
 
     def is_mate(self, slot: Slot) -> bool:
-        """Return whether ``slot`` is in this worker's replica; before the first epoch True for every slot."""
+        """Return whether ``slot`` is in this worker's replica; True for every slot before the first epoch."""
         recovery = self.recovery
         return recovery is None or recovery.assignment.grid.place(slot)[0] == recovery.assignment.replica
 
     def agreement_is_enough(self, group: OverReplicas) -> bool:
-        """Carry out a barrier of all workers as a decision that all report; return False if it must be sent instead."""
+        """Carry out a barrier of all workers as a section, if possible; return False if the barrier must be sent."""
         self._in_turn(group)
         if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
             return False
@@ -306,8 +307,8 @@ class Traffic:
     ) -> None:
         """Carry out one operation, as ``mode`` requires.
 
-        ``alone``: does what the operation would do if this worker were the only member; ``alike``: does what it would
-        do if all members had this worker's data.
+        ``alone``: computes the result as if this worker were the only member.  ``alike``: computes the result as if all
+        members had this worker's data.
         """
         self._in_turn(group)
         if alike is not None and self.mode in (Mode.STEP, Mode.DEFERRED) and self._averages(caller()):
@@ -335,7 +336,7 @@ class Traffic:
                 alone()
 
     def refuse(self, made: Caller, group: OverReplicas, where: str) -> NoReturn:
-        """Terminate the run for all workers: after this operation replicas would diverge, or wait for ever."""
+        """Terminate the run for all workers, since replicas would diverge or wait forever after this operation."""
         self._in_turn(group, made)
         message = (
             f"{_call(made, group)} {where}. --recover itself exchanges all data that replicas need: switch off the "
@@ -346,12 +347,13 @@ class Traffic:
         raise UnknownOperation(message)
 
     def _in_turn(self, group: OverReplicas, made: Caller | None = None) -> None:
-        """Terminate this worker or thread if no other worker will call the operation; ``made``: who calls it here."""
+        """Terminate this worker or thread if no other worker will call the operation; ``made``: the calling code, if
+        known."""
         threads = self.mode not in (Mode.STARTING, Mode.ALONE)
         out_of_turn.keep_in_turn(lambda: _call(made or caller(), group), threads=threads)
 
     def _once(self, group: OverReplicas, operation: Operation) -> None:
-        """Carry out an operation outside of decisions; the tensors get the result when it is over for all members."""
+        """Carry out an operation outside of decisions; write the result when the operation is over for all members."""
         recovery, staged, members = self.recovery, Staged(every_result=True), self.members(group)
         assert recovery is not None
 
@@ -364,7 +366,7 @@ class Traffic:
         staged.bring_back()
 
     def _inside(self, group: OverReplicas, operation: Operation) -> None:
-        """Carry out an operation in a section; keep overwritten inputs, since the section may run again."""
+        """Carry out an operation in a section; save inputs that are overwritten, since the section may run again."""
         assert self.recovery is not None
         epoch_groups, members = self.recovery.assignment.epoch_groups, self.members(group)
         self.recovery.progress.inject("traffic")

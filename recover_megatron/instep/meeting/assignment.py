@@ -1,4 +1,4 @@
-"""The present epoch's decision, and this worker's place in it: its slot, its groups, its mates, its microbatches."""
+"""A worker's place in the present epoch: its slot, groups, model-parallel peers, and microbatches."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from recover_megatron.workload import Balance, assign, quotas
 from recover_megatron.workload.grid import LaunchGrid, Slot
 
 NEARLY_STILL = 1e-9
-"""Speed of a replica that should run as few microbatches as possible."""
+"""Relative speed (1: average) given to a replica that should run as few microbatches as possible."""
 
 
 class Quotas:
-    """The microbatches that each replica runs in a step of the present plan: the same on all workers."""
+    """Microbatches that each replica runs in a step of the present plan; equal on all workers."""
 
     def __init__(self, grid: LaunchGrid, least: int) -> None:
         self._grid = grid
         self.granularity = grid.inner_ranks
-        """Divisor of a replica's number of microbatches: the replica's inner ranks run in lock-step."""
+        """Divisor of every quota, since the inner ranks of a replica run in lock-step."""
         self.least = least * grid.inner_ranks
-        """Least number of microbatches of a replica that runs any."""
+        """Least quota of a replica that runs any microbatches."""
         self.easing = False
-        """True if fresh replicas begin the next step late, after receiving their state: they then get as few of its
-        microbatches as possible."""
+        """True if fresh replicas begin the next step late, because they receive their state first.  They then get as
+        few microbatches of this step as possible."""
         self.balance = Balance()
         self._balanced: dict[int, int] | None = None
         self._kept: dict[tuple[int, int, bool], list[list[int]]] = {}
 
     def begin(self, decision: Decision) -> None:
-        """Take up a new plan: quotas are even again, except for replicas with a pace in the plan."""
+        """Reset the quotas for a new plan: even, except for replicas with a pace in the plan."""
         self._balanced = None
         self.balance.begin(decision.paces)
 
     def counts(self, decision: Decision, total: int) -> dict[int, int]:
-        """Return the number of microbatches of a step of ``total`` for each replica."""
+        """Return replica -> number of microbatches in a step of ``total`` microbatches."""
         if self._balanced is not None and sum(self._balanced.values()) == total:
             return self._balanced
         speeds = dict.fromkeys(decision.replicas, 1.0)
@@ -53,7 +53,7 @@ class Quotas:
         self._kept.clear()
 
     def of(self, decision: Decision, replica: int, total: int) -> list[list[int]]:
-        """Return the ids of the microbatches of ``replica``, by inner rank."""
+        """Return the ids of the microbatches of ``replica``: one list for each inner rank."""
         key = (decision.epoch, total, self.easing)
         if key not in self._kept:
             counts = self.counts(decision, total)
@@ -63,26 +63,27 @@ class Quotas:
 
 
 class Assignment:
-    """Place of worker ``me``.  The main thread changes it; the session's and the spare's threads read it, too."""
+    """Place of worker ``me`` in the run.  Changed by the main thread; also read by the session's and the spare's
+    thread."""
 
     def __init__(
         self, session: Session, me: int, grid: LaunchGrid, comm_config: CommunicationConfig, least: int = 1
     ) -> None:
-        """``least``: least number of microbatches per inner rank in a pass of a replica that runs any."""
+        """Create the assignment of a worker that has no place yet.  ``least``: see ``Rules.least``."""
         self._session = session
         self.me = me
         self.grid = grid
         self._comm_config = comm_config
         self.shares = Quotas(grid, least)
         self.lock = threading.Lock()
-        """Held while the assignment changes, and while this worker becomes a spare or ceases to be one (`orphan`)."""
+        """Lock for changes of this assignment, and of this worker's role as a spare (`orphan`)."""
         self.slot, self.replica, self.inner_rank = Slot(-1), -1, 0
         self.position: int | None = None
         """The position for which this worker's model is built; None: no model yet."""
         self.taken_up: Decision | None = None
         """The last plan with a place for this worker; None: it has not joined the first epoch yet."""
         self.committed_by_plan = 0
-        """The last decision that was committed when the last epoch was formed."""
+        """Number of the last decision that was committed when this worker's last epoch was formed."""
         self._epoch_groups: EpochGroups | None = None
         self._pending: Decision | None = None
         self._live: tuple[Decision, dict[Slot, int], frozenset[Slot]] | None = None
@@ -106,25 +107,26 @@ class Assignment:
         return self.taken_up is not None
 
     def present(self) -> tuple[EpochGroups | None, bool]:
-        """Return the groups of the present epoch, if any, and whether the first epoch was joined, as of one moment."""
+        """Return the groups of the present epoch, if any, and whether the first epoch was joined, read under one
+        lock."""
         with self.lock:
             return self._epoch_groups, self.started
 
     def at_once(self) -> tuple[Decision | None, EpochGroups | None, int, int, int | None]:
-        """Return the last plan taken up, its groups, and this worker's replica, inner rank and position, all of one
-        moment."""
+        """Return the last plan, its groups, and this worker's replica, inner rank and position, read under one lock."""
         with self.lock:
             return self.taken_up, self._epoch_groups, self.replica, self.inner_rank, self.position
 
     def end(self, reason: str) -> None:
-        """Make every operation of the present epoch's groups fail, if there are any; from any thread."""
+        """Make every operation of the present epoch's groups fail, if these exist; from any thread."""
         if self._epoch_groups is not None:
             self._epoch_groups.end(reason)
 
     def close(self) -> None:
-        """Close the present groups, if any, and all communicators; called by the main thread, outside the training.
+        """Close the present groups, if any, and all NCCL communicators; called by the main thread, outside the
+        training.
 
-        Returns when no operation of the epoch touches a tensor any more, so it may wait for the device.
+        Returns when no operation of the epoch touches a tensor any more; may wait for the device.
         """
         self._close_groups()
         self._comm_config.communicators.close()
@@ -134,33 +136,36 @@ class Assignment:
             self._epoch_groups.close()
 
     def committed(self, number: int) -> bool:
-        """Return whether a decision was committed when the present epoch was formed: the same on all members.
+        """Return whether decision ``number`` was committed when the present epoch was formed; equal on all members.
 
-        Later commits, which the session may know already, do not count: members that do not know them would repeat the
-        decision, without this worker.
+        Later commits do not count, even if the session knows them: members that do not know them would repeat the
+        decision without this worker.
         """
         return self.committed_by_plan >= number
 
     def pending(self, number: int) -> Decision | None:
         """Return the plan of step ``number`` if only other workers had begun this step when the present epoch was
-        formed; else None, also after the first call."""
+        formed.
+
+        Otherwise, and after the first call, returns None.
+        """
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.at == number else None
 
     def begun_by_others(self, number: int) -> bool:
-        """Return whether ``pending`` would return the plan of step ``number``."""
+        """Return whether only other workers had begun step ``number`` when the epoch was formed (see ``pending``)."""
         return self._pending is not None and self._pending.at == number
 
     # ---- workers by slot
 
     @property
     def live(self) -> frozenset[Slot]:
-        """The slots that have a worker; the same object as long as the decision is the same."""
+        """Slots that have a worker.  As long as the decision is the same, this is the same object."""
         return self.slots_of(self.decision)[1]
 
     @property
     def standing(self) -> dict[Slot, int]:
-        """Slot -> worker in it; the same object as long as the decision is the same."""
+        """Slot -> worker in this slot.  As long as the decision is the same, this is the same object."""
         return self.slots_of(self.decision)[0]
 
     def slots_of(self, decision: Decision) -> tuple[dict[Slot, int], frozenset[Slot]]:
@@ -184,7 +189,7 @@ class Assignment:
 
     @property
     def mates(self) -> frozenset[int]:
-        """Workers of this worker's replica, including this worker; empty if it has no place."""
+        """All workers of this worker's replica, this worker included; empty if this worker has no place."""
         return frozenset(self.decision.grid[self.replica]) if self.placed else frozenset()
 
     @property
@@ -194,17 +199,19 @@ class Assignment:
 
     @property
     def lost_mates(self) -> list[int]:
-        """Workers of ``mates`` that are not in the newest epoch, which may not have begun yet; ascending."""
+        """Lost workers of this worker's replica, ascending: those that are not in the newest epoch or open
+        rendezvous."""
         return sorted(self.mates - self._session.opened_members)
 
     # ---- the microbatches
 
     def share(self, total: int) -> list[list[int]]:
-        """Return the microbatches of this worker's replica in a step of ``total``, by inner rank."""
+        """Return the microbatches of this worker's replica in a step of ``total``: a list of ids for each inner
+        rank."""
         return self.shares.of(self.decision, self.replica, total)
 
     def show(self, total: int, goes_back: bool) -> None:
-        """Report this worker's place, and how many of the ``total`` microbatches of a step its replica runs.
+        """Report to the coordinator this worker's place, and its replica's quota in a step of ``total`` microbatches.
 
         ``goes_back``: see ``Session.show``.
         """
@@ -222,7 +229,7 @@ class Assignment:
         self.inner_rank = self.grid.inner_rank_of[position]
 
     def take_up(self, decision: Decision) -> None:
-        """Take this worker's place in the decision, with groups that live as long as its epoch."""
+        """Take this worker's place in ``decision``, and create the groups of the decision's epoch."""
         place = decision.place(self.me)
         assert place is not None
         self.shares.begin(decision)
@@ -232,16 +239,18 @@ class Assignment:
             self.stand(*place)
             self.taken_up = decision
             self._epoch_groups = self._groups_of(decision, self.slot)
-        if self.standing != before:  # every column has other members: no communicator can be kept
+        if self.standing != before:  # the columns have other members, so no communicator can be kept
             self._comm_config.communicators.close()
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:
-        """Let ``pending`` return this plan, whose step other workers have begun; None: no worker has begun the step."""
+        """Set the plan that ``pending`` returns, whose step other workers have begun; None: no worker has begun a
+        step."""
         self._pending = decision
 
     def open_mirror_groups(self, decision: Decision) -> EpochGroups:
-        """Return this spare's groups in an epoch in which it mirrors a worker's state; its slot there is in no grid."""
+        """Create and return the groups with which this spare mirrors a state in an epoch, at a slot that is in no
+        grid."""
         self._close_groups()
         with self.lock:
             self._epoch_groups = self._groups_of(decision, Slot(-1 - self.me))
@@ -249,9 +258,9 @@ class Assignment:
         return self._epoch_groups
 
     def all_heard_of(self, epoch: int) -> Callable[[], None]:
-        """Return a function that returns when all workers know that ``epoch`` is over (``CancelToken``).
+        """Return a function that waits until all workers know that ``epoch`` is over (``CancelToken``).
 
-        Without NCCL the function returns at once, because a broken connection fails the operation at both ends."""
+        Without NCCL the function does not wait: a broken connection makes the operation fail at both ends."""
         over_nccl = self._comm_config.over_nccl
         return partial(self._session.wait_all_heard, epoch) if over_nccl else lambda: None
 

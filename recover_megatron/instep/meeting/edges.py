@@ -1,13 +1,13 @@
-"""The workers that this one can reach, and the number of epochs at one decision without progress.
+"""Finds workers that a worker cannot reach, and ends a run that makes no progress because of them.
 
     an epoch ends --by a death------> the next epoch
-                  '--without a death--> workers to which connections of this worker failed are probed
-                                        after the second epoch at one decision: all workers that may be needed, too
+                  '--without a death--> probe the workers to which connections of this worker failed
+                                        after the second epoch at one decision: probe all workers that it may need
                                         after ``TRUSTED`` epochs: a failed connection counts like a failed probe
                                         after ``MOST`` epochs: the run ends, and reports why
 
-The plan keeps pairs of workers apart that are reported as unreachable (`plan`); such pairs are probed again before
-every later rendezvous.
+If a worker cannot reach another, no plan gives places to both workers (`plan`).  Unreachable workers are probed
+again before every later rendezvous.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from recover_megatron.instep.meeting.losses import READY
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 
 AGAIN_SECONDS = 1.0
-"""Seconds for which workers that could not be reached before are probed again."""
+"""Seconds for which a worker that was unreachable before is probed again."""
 TRUSTED, MOST = 4, 10
-"""Numbers of epochs at one decision: after ``TRUSTED`` epochs a failed connection counts without another probe; after
-``MOST`` epochs the run ends."""
+"""Numbers of epochs at one decision.  After ``TRUSTED`` epochs a failed connection counts as unreachable without a
+probe; after ``MOST`` epochs the run ends."""
 ALL = 256
-"""Greatest number of workers of a run in which all are probed; in larger runs a worker probes only its column, its
+"""Greatest size of a run in which a worker probes all others; in larger runs it probes only its column, its
 replica and the spares."""
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
@@ -37,7 +37,7 @@ Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[
 
 @dataclass(eq=False)
 class Edges:
-    """Workers that this worker cannot reach.  Not thread-safe: a worker joins epochs from one thread at a time."""
+    """Record of the workers that one worker cannot reach.  Not thread-safe: used by one thread at a time."""
 
     _me: int
     probe: Probe = unreached
@@ -46,27 +46,27 @@ class Edges:
     """Statuses with which the members joined the last epoch."""
     _unreached: set[int] = field(default_factory=set, init=False)
     _failed: set[int] = field(default_factory=set, init=False)
-    """Workers to which connections broke during the present decision, though neither side closed them."""
+    """Workers to which a connection broke during the present decision, without being closed by either side."""
     _suspects: set[int] = field(default_factory=set, init=False)
     """Workers to probe before the next epoch."""
     _at: int = field(default=0, init=False)
     _last: Any = field(default=None, init=False)
     tries: int = field(default=0, init=False)
-    """Number of epochs for the present decision after the first one, with the same members."""
+    """Number of repeated epochs: epochs at the present decision after the first, with the same members."""
 
     def noticed(self, worker: int) -> None:
-        """Record that a connection to ``worker`` broke, and that ``worker`` did not close it."""
+        """Record that a connection to ``worker`` broke, although ``worker`` had not closed it."""
         self._failed.add(worker)
         self._suspects.add(worker)
 
     def suspect(self, workers: Collection[int]) -> None:
-        """Record that some connection among these workers broke, though none of the workers is known to be dead."""
+        """Record that a connection between some of ``workers`` broke, although all of them seem to live."""
         self._suspects |= set(workers) - {self._me}
 
     def look(self, at: int, members: Callable[[], frozenset[int]]) -> tuple[int, ...]:
-        """Probe workers, and return the unreachable ones; called before this worker joins an epoch at decision ``at``.
+        """Probe suspected workers, and return the unreachable ones; call it before joining an epoch at decision ``at``.
 
-        ``members``: returns the workers that the run counts on now.  Takes little more than ``REACH_SECONDS`` at most.
+        ``members``: returns the present members of the run.  Takes at most little more than ``REACH_SECONDS``.
         """
         alike = at == self._at and self.tries > 0 and set(self._known) == set(members())
         tried = self._suspects | (self._needed() if alike else set())
@@ -77,7 +77,7 @@ class Edges:
         if alike and self.tries >= TRUSTED:
             found |= self._failed
         elif alike and not found:
-            self.pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # the unknown cause may go away
+            self.pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # the cause is unknown, and may be temporary
         self._unreached = found & members()
         return tuple(sorted(self._unreached))
 
@@ -109,7 +109,8 @@ class Edges:
 
 
 def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str]:
-    """Return lines that name the broken edges, and the replicas left out because of them; empty: no edge is broken."""
+    """Return log lines about broken edges, and about replicas that these leave without a place; [] if none is
+    broken."""
     if not decision.broken:
         return []
 
@@ -132,14 +133,14 @@ def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str
 def news(
     before: Decision | None, decision: Decision, statuses: Mapping[int, JoinStatus], tries: int, reason: str
 ) -> list[str]:
-    """Return console lines about an epoch that no death has caused; ``reason``: why the epoch before it ended."""
+    """Return log lines about a new epoch that no death has caused; ``reason``: why the previous epoch ended."""
     if before is None:
         return []
     if before.broken != decision.broken or decision.left_out:
         now_reachable = {worker for pair in before.broken for worker in pair} <= set(statuses)
         return describe(decision, statuses) or ["all workers can connect to each other again"] * now_reachable
     if READY in reason or decision.fresh:
-        return []  # the training reports the workers that come back
+        return []  # the training itself logs which workers take a place
     if ADMITTED in reason:
         return [f"{reason}: it waits for a place"]
     same = set(before.workers) == set(decision.workers)
@@ -153,15 +154,15 @@ def news(
 
 
 def why_out(decision: Decision, replica: int) -> str:
-    """Return why a complete replica has no place, if broken edges are the reason; else an empty string."""
+    """Return why a complete replica has no place if broken edges are the reason; otherwise an empty string."""
     pairs = ", ".join(f"{one}-{other}" for one, other in decision.left_out.get(replica, ())[:4])
     return f"its replica was left out: workers {pairs} cannot connect to each other" if pairs else ""
 
 
 def explanation(decision: Decision, me: int, replica: int | None, before: str) -> str:
-    """Return why worker ``me`` has no place, if unreachable workers are the reason; empty if it has a place.
+    """Return why worker ``me`` has no place, if unreachable workers are the reason; empty if ``me`` has a place.
 
-    ``replica``: its replica until now; ``before``: the last explanation, returned if no other reason is found.
+    ``replica``: the replica of ``me`` until now.  ``before``: last explanation, returned if no other reason is found.
     """
     if decision.place(me) is not None:
         return ""

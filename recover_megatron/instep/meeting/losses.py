@@ -1,4 +1,4 @@
-"""Workers that epochs have found missing: where they ran, and their last reported phase."""
+"""Record of the workers that a run has lost: their hosts, devices, and last reported phases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from recover_megatron.instep.decision import Decision, Failure, JoinStatus, Lost
 from recover_megatron.workload.grid import LaunchGrid
 
 READY = "is a spare, and ready"
-"""Text that follows a worker's name in the reason why this worker asks for an epoch."""
+"""End of the reason with which a spare asks for an epoch, after "worker N"."""
 
 
 class Failures:
-    """All losses of a run that one worker knows.  ``grid``: the places before the first decision."""
+    """All losses of a run that one worker knows.  ``grid``: the grid of the launch."""
 
     def __init__(self, grid: LaunchGrid) -> None:
         self._every: list[Failure] = []
@@ -30,11 +30,12 @@ class Failures:
         seen: Mapping[str, Mapping[str, object]] | None = None,
         left: Collection[int] = (),
     ) -> Failure | None:
-        """Return the workers that are missing in ``decision`` for the first time; None: there are none.
+        """Record and return the workers that are missing in ``decision`` for the first time; None: no worker is
+        missing.
 
-        ``before``: the last decision that this worker took up.  ``statuses``: those of the present members.  ``seen``:
-        by worker id, the coordinator's report about lost workers: ``phase`` and ``iteration`` of the last heartbeat.
-        ``left``: workers that left in order.
+        ``before``: the last plan with a place for this worker.  ``statuses``: statuses of the present members.
+        ``seen``: lost worker -> ``phase`` and ``iteration`` of its last heartbeat, as the coordinator reports them.
+        ``left``: workers that left the run in order.
         """
         present = {*decision.workers, *decision.spares}
         aside = {int(worker) for worker, last in (seen or {}).items() if last.get("aside")}  # alive, and may come back
@@ -61,9 +62,9 @@ class Failures:
         return self._every[-1]
 
     def why_it_ends(self, decision: Decision, wanted: int) -> str:
-        """Return why a run ends whose ``decision`` has lost the state or has fewer than ``wanted`` replicas.
+        """Return the reason why the run ends: the state is lost, or fewer than ``wanted`` replicas are left.
 
-        The text names the lost workers and what is left.
+        The text also names the lost workers, the number of spares, and the last checkpoint.
         """
         lost = "; ".join(map(str, self._every))
         need = f"{wanted} are required (--recover-min-replicas)" if wanted > 1 else "one is required"

@@ -1,15 +1,15 @@
-"""Members of an epoch: complete replicas, candidates and new replicas (``Members``), and nodes to be drained.
+"""Members of an epoch: complete replicas, candidates for places, new replicas (``Members``), and nodes to be drained.
 
-All functions are pure: from the statuses of the members every worker computes the same result.  `plan` calls them.
+`plan` calls these pure functions: from the statuses of the members every worker computes the same result.
 
 Nodes to be drained (``draining_of``, ``without``, ``leaving_of``):
 
-    asked --epoch: accepted--> spares of the node leave at once; the plan names the replicas that will leave
-                                   |  (``Decision.leaving``), which compute until the next boundary, and there send
-                                   |  other workers the shards of a spread state that only they hold
-                                   '--epoch at that boundary--> these replicas get no place, and leave
+    asked --an epoch accepts--> spares of the node leave now; the plan names the replicas that will leave
+                                    |  (``Decision.leaving``): they compute until the next boundary, and there send to
+                                    |  other workers the shards of a spread state that no other worker holds
+                                    '--the epoch at that boundary--> these replicas get no place, and leave
 
-Every epoch decides again: if after a death the run cannot do without a node any more, the node stays.
+Every epoch decides again: if a death makes a node necessary, the node stays.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from recover_megatron.workload.domains import Drain, drain, leaving
 from recover_megatron.workload.grid import LaunchGrid
 from recover_megatron.workload.placement import Edge, build_ahead, can_connect, connectable, edge
 
-GONE = "no worker holds the state of one of its positions any more"
+GONE = "no live worker has the state of one of the replica's positions"
 
 Grid = dict[int, tuple[int, ...]]
 """Replica -> its workers by position."""
 Statuses = Mapping[int, JoinStatus]
-"""Worker -> the status with which it joined."""
+"""Worker -> the status with which this worker joined."""
 
 
 def whole_replicas(statuses: Statuses, launch: LaunchGrid) -> Grid:
-    """Return the complete replicas among the workers that report a place."""
+    """Return the complete replicas of workers that report a place; raise Disagreement if two report the same place."""
     places: dict[int, dict[int, int]] = {}
     for worker, status in statuses.items():
         if status.replica is not None and status.position is not None:
@@ -50,19 +50,23 @@ def whole_replicas(statuses: Statuses, launch: LaunchGrid) -> Grid:
 
 
 def room(whole: int, waiting: int, launch: LaunchGrid, spares: int) -> int:
-    """Return the number of new replicas for a run with ``whole`` complete replicas; see ``workload.openings``."""
+    """Return how many new replicas may be formed; see ``workload.openings``.
+
+    ``whole``: number of complete replicas.  ``waiting``: number of workers without a place.
+    """
     return openings(whole, waiting, launch.size, launched=launch.launched, most=len(launch.replicas), spares=spares)
 
 
 def most(values: Sequence[str]) -> str:
-    """Return the most frequent value; if several are equally frequent, the smallest."""
+    """Return the most frequent value, or the smallest of those if several are equally frequent."""
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value))
 
 
 @dataclass(frozen=True)
 class Members:
-    """Members of an epoch; ``whole``: the complete replicas; ``broken``: pairs that cannot connect to each other."""
+    """Members of an epoch.  ``whole``: complete replicas.  ``broken``: pairs of workers that cannot connect to each
+    other."""
 
     statuses: Statuses
     whole: Mapping[int, tuple[int, ...]]
@@ -70,14 +74,14 @@ class Members:
     rules: Rules
     broken: frozenset[Edge]
     missed: int = 0
-    """Number of decisions committed after the newest decision that any member has begun; 0 if a replica is complete."""
+    """Number of committed decisions that no member has begun; 0 if any replica is complete."""
 
     @property
     def _shape(self) -> Shape:
         return Shape(self.launch.size, self.launch.tensor_groups, self.rules.cross_node)
 
     def _assembled(self, candidates: Mapping[int, Candidate], whole: Iterable[int] = ()) -> Placement:
-        """Form new replicas of ``candidates`` in addition to the replicas ``whole``, as many as there is room for."""
+        """Form as many new replicas of ``candidates`` as may be formed in addition to the replicas ``whole``."""
         there = set(whole)
         most = room(len(there), len(candidates), self.launch, self.rules.spares)
         return assemble(there, candidates, self._shape, len(self.launch.replicas), most)
@@ -88,14 +92,15 @@ class Members:
 
     @property
     def _coming(self) -> set[int | None]:
-        """Positions of workers that are still leaving the training, and have a state."""
+        """Positions of workers that are still leaving the training, and will offer the state of their position."""
         every = self.statuses.values()
         return {s.position for s in every if s.position is not None and not s.ready and not s.building}
 
     def candidates(self) -> dict[int, Candidate]:
-        """Return all workers that could take a place; orphans that are still leaving the training are not ready.
+        """Return worker -> candidate, for all workers without a place that are ready or have a model.
 
-        A worker that is not ready and has no position is no candidate: its training is over.
+        Orphans that are still leaving the training are candidates that are not ready.  A worker that is not ready and
+        has no model is no candidate: its training is over.
         """
         working = self._working
         return {
@@ -105,18 +110,18 @@ class Members:
         }
 
     def usable(self) -> dict[int, Candidate]:
-        """Return the candidates that can connect to all workers with a place and to each other."""
+        """Return the candidates that can connect to each other and to all workers with a place."""
         return connectable(self.candidates(), self._working, self.broken)
 
     def placement(self) -> Placement:
-        """Form new replicas, only of workers that can connect to all workers with a place and to each other."""
+        """Form new replicas of workers that can connect to each other and to all workers with a place."""
         placement = self._assembled(self.candidates(), self.whole)
         if self.broken and not can_connect(self.whole, placement, self.broken):
             placement = self._assembled(self.usable(), self.whole)
         return placement
 
     def ahead(self, grid: Mapping[int, Sequence[int]], placement: Placement) -> dict[int, int]:
-        """Return spare -> position for which it builds a model before any worker is lost."""
+        """Return spare -> position for which this spare builds a model in advance, before any worker is lost."""
         working = {worker for workers in grid.values() for worker in workers}
         taken = (
             working | {worker for workers in placement.replicas.values() for worker in workers} | set(placement.rebuild)
@@ -126,38 +131,39 @@ class Members:
         return build_ahead(spares, list(grid.values()), nodes, self._shape)
 
     def orphans(self) -> tuple[Grid, int | None]:
-        """Return the replicas that the orphans form if no replica is complete, and the version of their state.
+        """Return the replicas that orphans form if no replica is complete, and the version of their state.
 
-        The version is the newest that orphans hold in all positions: that after the last iteration, or the one before.
-        With the one before, the last step is run again; this is decided only when all workers that leave the training
-        have reported their state.  Still older versions are used only by a rollback (``held``).
+        The version is the newest that orphans hold in all positions, at most one iteration old.  A version that is one
+        iteration old, with which the last step is run again, is used only when all workers that leave the training have
+        reported their state.  Older versions are used only by a rollback (``held``).
         """
         last = max((status.iteration for status in self.statuses.values()), default=0) - 1
         versions = [version for version in self._versions() if version >= last and not self.missed]
         return self._of_one(versions[:1] if self.on_their_way else versions)
 
     def held(self) -> tuple[Grid, int | None]:
-        """Return the replicas that the workers set aside form, and the version of their state, which may be old.
+        """Return the replicas that workers set aside form, and the version of their state, which may be old.
 
-        All workers go back to this version if no other state is left.
+        If no other state is left, all workers go back to this version.
         """
         late = replace(self, statuses={worker: status for worker, status in self.statuses.items() if status.aside})
         return late._of_one(late._versions())
 
     @property
     def on_their_way(self) -> bool:
-        """True if some worker that had a place has not reported yet which state it has."""
+        """True if some worker that had a place has not reported its state yet."""
         return bool(self._coming)
 
     def _versions(self) -> list[int]:
-        """Return the versions of the state that ready candidates have, newest first."""
+        """Return the state versions of all ready candidates, newest first."""
         held = {self.statuses[worker].version for worker, one in self.candidates().items() if one.ready}
         return sorted((version for version in held if version is not None), reverse=True)
 
     def _of_one(self, versions: Sequence[int]) -> tuple[Grid, int | None]:
-        """Form replicas with the first of ``versions`` that workers hold in all positions; return them and the version.
+        """Return the replicas formed with the first of ``versions`` that workers hold in all positions, and this
+        version.
 
-        Without such a version: no replicas, and None.
+        Without such a version, returns no replicas and None.
         """
         candidates = {worker: one for worker, one in self.candidates().items() if one.ready}
         for version in versions:
@@ -174,15 +180,16 @@ class Members:
         return {}, None
 
     def going_back(self) -> Placement | None:
-        """Form replicas of the ready workers, whatever their state, for a rollback; None: some have not arrived yet."""
+        """Form replicas for a rollback, of all ready workers; None: some workers are still leaving the training."""
         if self._coming:
             return None
         ready = {worker: one for worker, one in self.usable().items() if one.ready}
         return self._assembled(ready)
 
     def _digest_of_most(self, worker: int, version: int) -> str:
-        """Return the most frequent digest of ``version`` at the position of ``worker`` (of equally frequent ones, the
-        smallest)."""
+        """Return the most frequent digest of state ``version`` among workers at the position of ``worker`` (see
+        ``most``).
+        """
         position = self.statuses[worker].position
         digests = [
             s.digest for s in self.statuses.values() if (s.position, s.version, s.ready) == (position, version, True)
@@ -190,9 +197,9 @@ class Members:
         return most(digests)
 
     def prospects(self, grid: Mapping[int, Sequence[int]]) -> tuple[int, str]:
-        """Return how many replicas there may be once all workers have followed the plan, and why the state is lost.
+        """Return the number of replicas after all workers have followed the plan, and the reason why the state is lost.
 
-        The reason is empty if the state is not lost.
+        The reason is an empty string if the state is not lost.
         """
         candidates = {
             worker: Candidate(candidate.position, candidate.node) for worker, candidate in self.usable().items()
@@ -205,16 +212,17 @@ class Members:
         number = len(self.whole) + len(self._assembled(rebuilt, self.whole).replicas)
         if self.whole or grid:
             return max(number, len(grid)), ""
-        # No replica computes: the state exists if orphans, including those that have not arrived, hold all positions.
+        # No replica computes.  The state is not lost if orphans hold it, including those that have not arrived yet.
         held = self._coming | {s.position for s in self.statuses.values() if s.ready and s.version is not None}
         if self._coming and len(held) == self.launch.size and first.replicas:
             return len(first.replicas), ""
         return number, GONE if number > 0 else ""
 
     def mirrors(self, grid: Mapping[int, tuple[int, ...]], placement: Placement) -> dict[int, int]:
-        """Return spare -> worker whose state the spare mirrors, for each position of the last replica.
+        """Return spare -> worker of the last replica whose state this spare mirrors, since no other replica has the
+        state.
 
-        No other replica has the state.  A spare outside the worker's failure domains is preferred.
+        There is at most one spare per position; spares outside the worker's failure domains are preferred.
         """
         (workers,) = grid.values()
         keepers: dict[int, tuple[int, int]] = {}
@@ -229,7 +237,7 @@ class Members:
 
 
 def draining_of(statuses: Statuses, whole: Mapping[int, Sequence[int]], rules: Rules, asked: Sequence[str]) -> Drain:
-    """Decide which nodes to drain, nodes of earlier decisions first, and why the other nodes are refused."""
+    """Return the nodes to drain, and the reason for each refused node; nodes of earlier decisions come first."""
     known = sorted({node for status in statuses.values() for node in status.draining})
     wanted = [*known, *(node for node in asked if node not in known)]
     return drain(wanted, _nodes(statuses), whole, rules.min_replicas, rules.shards)
@@ -240,8 +248,9 @@ def without(
 ) -> tuple[dict[int, JoinStatus], dict[int, tuple[int, ...]]]:
     """Return the statuses of the members that continue, and the replicas of ``whole`` that continue.
 
-    Spares on draining nodes do not continue.  A replica leaves at the first boundary at which all workers with a place
-    know of the drain: if the coordinator died, only some of them may have received the plan that announced it.
+    Spares on draining nodes do not continue.  A replica with a worker on such a node leaves at the first boundary at
+    which all workers with a place know of the drain.  (If the coordinator died, some workers may not have received the
+    plan that announced the drain.)
     """
     here = [worker for workers in whole.values() for worker in workers] if boundary else []
     ready = {node for node in draining if here and all(node in statuses[worker].draining for worker in here)}
@@ -252,14 +261,14 @@ def without(
 
 
 def leaving_of(replicas: Mapping[int, Sequence[int]], statuses: Statuses, draining: Sequence[str]) -> frozenset[int]:
-    """Return the ids of the ``replicas`` that leave at the next boundary."""
+    """Return those ``replicas`` that leave at the next boundary, because they have a worker on a draining node."""
     return frozenset(leaving(replicas, _nodes(statuses), draining))
 
 
 def finished_of(left: Collection[int], statuses: Statuses, draining: Collection[str]) -> frozenset[int]:
-    """Return the workers that ``left`` because they had finished, not because their node was ``draining``.
+    """Return the workers in ``left`` whose training was over; all others left because their node is ``draining``.
 
-    ``statuses``: the members' last statuses; a worker without a status counts as on a drained node, if any node drains.
+    ``statuses``: the last statuses of the members.  If any node drains, a worker without a status counts as drained.
     """
     nodes = _nodes(statuses)
     return frozenset(

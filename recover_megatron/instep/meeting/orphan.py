@@ -1,4 +1,4 @@
-"""A worker with a broken replica: it leaves the training, waits without a place, and takes one again.
+"""Worker with a broken replica: it leaves the training, waits without a place, and later takes a place again.
 
                  rendezvous                              rendezvous
     PLACED(e) -------------> PLACED(e+1) ...  PLACED(e) ------------> too few replicas: the run ends, exit code 10
@@ -10,7 +10,7 @@
     SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run ends
 
 An orphan's main thread may be stuck in a call that waits for a lost worker.  So the session's thread shuts the
-replica's connections, and starts the thread that joins epochs in the orphan's name.
+connections inside the replica, and starts a thread that joins epochs for the orphan (`spare`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, Co
 log = get_logger(__name__)
 
 BLAME_SECONDS = 1.0
-"""Seconds for which a worker whose replica's communication failed waits for the report of a death before it leaves."""
+"""Seconds for which a worker waits, after communication in its replica has failed, for the report of a death."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Orphan:
     at_launch: bool
     _spare: Spare | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)
-    """True if the training is over for this worker, so that it ignores a revoke."""
+    """True if the training is over for this worker, which then ignores that an epoch is revoked."""
 
     @property
     def orphaned(self) -> bool:
@@ -79,7 +79,8 @@ class Orphan:
         self._assignment.epoch_groups.check()
 
     def stay(self) -> None:
-        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if the run is over for it."""
+        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out of the
+        run."""
         self.leave_if_broken()
         self._session.wait_revoked(0)
 
@@ -90,13 +91,13 @@ class Orphan:
             raise Orphaned(f"replica {self._assignment.replica} is broken")
 
     def _lost_mates(self) -> list[int]:
-        """Return the workers of this worker's replica that are lost, as far as the present revoke shows."""
+        """Return the lost workers of this worker's replica if the epoch is revoked; else an empty list."""
         return self._assignment.lost_mates if self._session.revoked else []
 
     # ---- leave
 
     def replica_failed(self, error: BaseException) -> None:
-        """Leave because communication inside the replica failed in the main thread; then this worker is a spare."""
+        """Become a spare, because communication inside the replica failed with ``error`` in the main thread."""
         assignment, session = self._assignment, self._session
         epoch = session.epoch
         if self._spare is None and session.epoch == epoch and not session.revoked:
@@ -106,7 +107,7 @@ class Orphan:
         self.leave(f"{type(error).__name__}: {error}"[:500])
 
     def leave(self, note: str) -> None:
-        """Become a spare; ``note``: the reason, for the log.  Called by the main thread or the session's."""
+        """Become a spare; ``note``: the reason, for the log.  Called by the main thread or the session's thread."""
         if self.orphaned:
             return
         self._assignment.end(note)
@@ -115,7 +116,7 @@ class Orphan:
         self._announcements.leave()
 
     def _be_spare(self, note: str) -> Spare:
-        """Start the spare thread, or return the running one."""
+        """Return the running ``Spare``, or start one."""
         with self._assignment.lock:
             if self._spare is not None:
                 return self._spare
@@ -132,10 +133,11 @@ class Orphan:
     # ---- wait
 
     def wait(self, **offer: Any) -> Decision:
-        """Wait for a place, in the main thread and outside the training; return the decision that gives the place.
+        """Wait for a place in the main thread, outside the training; return the decision that gives this worker a
+        place.
 
-        ``offer``: fields of this worker's status (``version`` and ``digest`` of its state; ``position`` None: the
-        worker cannot take a place).  Raises ``OtherPosition`` if the worker must build the model of another position,
+        ``offer``: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position`` None: this
+        worker can take no place.  Raises ``OtherPosition`` if the worker must build the model of another position,
         ``Drained`` if its node is drained, ``RunOver`` if it will get no place.
         """
         spare = self._spare or self._be_spare("it has no place yet")
@@ -150,7 +152,7 @@ class Orphan:
     # ---- come back
 
     def come_back(self, decision: Decision) -> None:
-        """Take this spare's place in ``decision``: it continues with the decision that all workers begin now."""
+        """Take this spare's place in ``decision``, and continue with decision number ``decision.at``."""
         with self._assignment.lock:
             self._spare = None
         self._announcements.settled()
@@ -163,7 +165,7 @@ class Orphan:
     # ---- in the session's thread
 
     def revoked(self, epoch: int, reason: str) -> None:
-        """End the present groups, since ``epoch`` will follow; 0: the run is over for this worker."""
+        """End the present groups, because rendezvous ``epoch`` was opened; 0: this worker is out of the run."""
         self._planner.why = reason
         epoch_groups, started = self._assignment.present()
         if epoch_groups is not None:
@@ -177,7 +179,7 @@ class Orphan:
         if epoch == 0:
             self._out()
         elif not started and self._session.plan is not None:
-            pass  # the run has begun; this worker's main thread is about to take up its first plan
+            pass  # the run has begun: the main thread is about to take its place in the first plan
         elif not started:
             if self.at_launch and self._session.dead:
                 names = ", ".join(map(str, sorted(self._session.dead)))
@@ -187,7 +189,7 @@ class Orphan:
             self.leave(f"worker {', '.join(map(str, lost))} of its replica is lost")
 
     def _out(self) -> None:
-        """Make this worker, which is out of the run, exit even if its main thread is stuck inside its replica."""
+        """Make this process exit even if its main thread is stuck in a group: this worker is out of the run."""
         self._hooks.abort_replica(self._assignment.all_heard_of(self._session.epoch))
         code = EXIT_FENCED if self._session.fenced else self._exit_code()
         timer = threading.Timer(LINGER_SECONDS, os._exit, [code])

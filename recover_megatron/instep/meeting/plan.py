@@ -1,12 +1,12 @@
-"""The decision of an epoch, computed from its members' statuses: pure, the same result on every worker.
+"""Computes an epoch's decision from the statuses of the members, with the same result on every worker.
 
 Every worker joins with a ``JoinStatus``; the coordinator sends all statuses, in one order, to all workers.  From them
 ``decide`` computes which worker has which place, and which replica runs which microbatches of the step under way
 (``Decision``).
 
-The grid changes only where no replica is in the middle of a decision: at the *boundary* before a step.  If ``regroup``
-is True, all workers meet there in another epoch, whose plan gives spares places.  If no replica is complete any more,
-there is no boundary to wait for: orphans that together hold one version of the state continue from that version.
+While a replica is complete, spares get places only at a *boundary* before a step, where no replica is in the middle of
+a decision.  If ``regroup`` is True, all workers meet at the next boundary in another epoch, whose plan gives the spares
+places.  If no replica is complete, orphans that together hold one version of the state continue from that version.
 """
 
 from __future__ import annotations
@@ -58,10 +58,8 @@ def decide(
 ) -> Decision:
     """Return the decision of an epoch whose members joined with ``statuses``.
 
-    ``drain``: nodes that will be switched off, in addition to those that earlier epochs have decided to drain.
-    ``beyond``: facts about workers that are not members.
-
-    Raises Disagreement if statuses that must agree differ.
+    ``drain``: nodes newly requested to be drained, in addition to those of earlier decisions.  ``beyond``: facts about
+    workers that are not members.  Raises Disagreement if statuses that must agree differ.
     """
     rules = rules or Rules()
     beyond = beyond or Beyond()
@@ -123,11 +121,11 @@ def decide(
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts computed from the statuses.  ``everybody``: all statuses; ``members``: the members that continue.
+    """Facts computed from the statuses.  ``everybody``: all statuses.  ``members``: the members that continue.
 
-    ``common``: the common status of each complete replica, including those that leave.  ``at``: the newest decision of
-    these; ``begun``: the replicas that have begun ``at``, if it is a step; ``boundary``: True if ``at`` is a step that
-    some replica is about to begin, and none has begun.
+    ``common``: complete replica, including those that leave -> common status of its workers.  ``at``: newest decision
+    of these replicas.  ``begun``: replicas that have begun ``at``, if this is a step -> their status.  ``boundary``:
+    True if ``at`` is a step that some replica is about to begin, and no replica has begun.
     """
 
     members: Members
@@ -168,10 +166,10 @@ def _facts(
 
 @dataclass(frozen=True)
 class _State:
-    """The grid of the epoch, and the state with which the epoch begins; fields as in `Decision`.
+    """Grid of an epoch, and the state with which the epoch begins; most fields are those of ``Decision``.
 
-    ``placement``: the replicas that can be formed, now or at the next boundary.  ``in_memory``: the newest complete
-    snapshot in memory; ``back_to``: the rollback that is possible, if any.
+    ``placement``: replicas that can be formed now or at the next boundary.  ``in_memory``: newest complete snapshot.
+    ``back_to``: rollback that is possible if the state is lost; None: no older state is left.
     """
 
     grid: Grid
@@ -195,7 +193,7 @@ def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
     placement = members.placement()
     grid, fresh, version = dict(members.whole), tuple[int, ...](), None
     if not grid:
-        grid, version = members.orphans()  # empty unless orphans hold one version in all positions
+        grid, version = members.orphans()  # no replicas, unless orphans hold one version in all positions
         fresh = tuple(grid)
     elif facts.boundary:
         grid, fresh = dict(sorted({**grid, **placement.replicas}.items())), tuple(placement.replicas)
@@ -208,10 +206,10 @@ def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
     in_memory = timelines.kept(statuses, timeline)
     of_old, held = members.held() if state_lost else ({}, None)
     if members.missed and held is not None:
-        seen = max(seen, held + 2)  # the iteration for which the holders of the state were late was committed
+        seen = max(seen, held + 2)  # the holders were late for iteration held + 1, which was committed
     back_to = timelines.target(statuses, in_memory, held, seen, beyond.committed)
     if beyond.aside and not grid:
-        enough, state_lost = max(1, enough), ""  # workers set aside come back with a state, or are evicted
+        enough, state_lost = max(1, enough), ""  # wait: workers set aside come back with a state, or are evicted
     elif state_lost and back_to is not None:
         state_lost = ""
         if back_to.source == HELD:
@@ -224,7 +222,7 @@ def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
             iteration, timeline = back_to.iteration + 1, (epoch, back_to.iteration)
             same = facts.timeline[0] if back_to.source == HELD else -1
     if grid and not members.whole:
-        placement = replace(members, whole=grid).placement()  # in addition to those that begin now
+        placement = replace(members, whole=grid).placement()  # replicas in addition to those that begin now
         rebuild = placement.rebuild
     if grid:
         rebuild = {**members.ahead(grid, placement), **rebuild}
@@ -245,21 +243,22 @@ def _newest(statuses: Mapping[int, JoinStatus]) -> JoinStatus:
 
 
 def _version(versions: set[int | None]) -> int | None:
-    """Return the version that all replicas have at a boundary; raise Disagreement if their versions differ."""
+    """Return the state version of all replicas at a boundary; raise Disagreement if the versions differ."""
     if len(versions) > 1:
-        raise Disagreement(f"replicas have seen different numbers of iterations before one step: {versions}")
+        raise Disagreement(f"replicas report different versions of the state before one step: {versions}")
     return versions.pop()
 
 
 def _interval(statuses: Mapping[int, JoinStatus]) -> int:
-    """Return the snapshot interval; some workers may not know the last choice, so the largest reported counts."""
+    """Return the largest snapshot interval that any worker reports, since some workers may not know the last choice."""
     return max((status.snapshot_interval for status in statuses.values()), default=0) or FIRST_INTERVAL
 
 
 def _spread(grid: Mapping[int, Sequence[int]], launch: LaunchGrid, rules: Rules) -> Spread | None:
-    """Return how the optimizer state is spread over replicas; None: it is not.
+    """Return how the optimizer state is spread over replicas; None: it is not spread.
 
-    With Megatron's optimizer instances each lost replica may have held a copy of any shard, so it counts as one.
+    With Megatron's optimizer instances every lost replica may have held a copy of any shard, so each lost replica
+    reduces the number of holders by one.
     """
     if not rules.spread:
         return None
@@ -271,7 +270,7 @@ def _spread(grid: Mapping[int, Sequence[int]], launch: LaunchGrid, rules: Rules)
 
 
 def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
-    """Return pairs of workers one of which reports the other as unreachable: the other need not have noticed."""
+    """Return all pairs of workers of which at least one reports the other as unreachable."""
     return frozenset(
         edge(worker, other) for worker, status in statuses.items() for other in status.unreached if other in statuses
     )
@@ -280,11 +279,11 @@ def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
 def _holders(
     members: Members, fresh: Sequence[int], grid: Mapping[int, tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], list[int]]:
-    """Return receiver -> holders of its state; receivers that had a different state; workers of disputed columns.
+    """Return receiver -> holders of its state; the receivers to be repaired; and the workers of disputed columns.
 
-    Receivers are all workers of fresh replicas, and workers whose state differs from most states of their column; each
-    receiver prefers another holder.  A column without a majority for a state is disputed: the lowest replica's state is
-    used, unless the run ends (``Rules.strict``).
+    Receivers are all workers of fresh replicas, and the workers to be repaired, whose state differs from the majority
+    of their column.  The order of holders differs between receivers, to share the work.  A column without a majority is
+    disputed: it uses the state of its lowest replica, unless the run ends (``Rules.strict``).
     """
     statuses = members.statuses
     holders: dict[int, tuple[int, ...]] = {}
@@ -316,9 +315,9 @@ def _lost(
     rules: Rules,
     paces: Mapping[int, float],
 ) -> dict[int, list[list[int]]]:
-    """Share out the microbatches of the step under way that are in no gradient.
+    """Share the lost microbatches of the step under way between the replicas; raise Disagreement if statuses differ.
 
-    Returns replica -> for each inner rank, ids.
+    Lost microbatches are in the gradients of no replica.  Returns replica -> for each inner rank, the ids to run.
     """
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
@@ -330,18 +329,18 @@ def _lost(
     lost = sorted(set(range(totals.pop())) - set(ran))
     load = {replica: len(status.ran) for replica, status in begun.items()}
     late = {replica: 0 for replica in replicas if replica not in begun}
-    # A replica that has not begun must still run its complete share; the other replicas have run theirs, and wait.
+    # A replica that has not begun this step has its complete share to run; the others have run theirs, and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
     least, speeds = rules.least * launch.inner_ranks, {replica: 1 / pace for replica, pace in paces.items()}
     return reassign(lost, launch.inner_ranks, replicas, load=before, speeds=speeds, least=least)
 
 
 def _common(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
-    """Return the common status of a complete replica: its workers run in lock-step, so their statuses must agree.
+    """Return the common status of a complete replica; raise Disagreement if its workers' statuses do not agree.
 
-    One exception: if the coordinator died after it had notified only some workers that a decision is over, these have
-    begun the next decision.  The plan notifies the others; until then no worker of the replica can have finished a
-    microbatch.
+    The workers run in lock-step, so they are at one decision, with one exception: if the coordinator died after it had
+    notified only some workers of a commit, these have begun the next decision, but finished no
+    microbatch of it.
     """
     newest = max(statuses, key=lambda status: (status.at, status.step, status.boundary))
     for status in statuses:

@@ -1,12 +1,12 @@
-"""Joins an epoch in a worker's name and computes its decision: for the main thread and for a spare's thread.
+"""Joins epochs for one worker, and computes their decisions; used by the main thread and by a spare's thread.
 
     status (place, state, unreachable workers) --Session.join--> the statuses of all --decide--> Decision
 
-The planner also decides whether the run can continue at all.  All workers have the same statuses, so all decide the
-same.
+The planner also decides whether the run can continue.  All workers get the same statuses, so all reach the same
+decision.
 
-Each worker reports digests of its flags and of its program (`comparison`).  The planner compares them before it
-computes the decision, since workers with other flags may use other rules:
+Each worker reports digests of its flags and of its program (`comparison`).  The planner compares these digests before
+it computes the decision, since workers with other flags may use other rules:
 
     a newcomer's digests differ             the newcomer asks a worker of the run for its values, logs the differences,
                                             and exits
@@ -48,14 +48,14 @@ from recover_megatron.workload.grid import Slot
 log = get_logger(__name__)
 
 REPLACED_SECONDS = 300.0
-"""Seconds for which live workers that are too few for a replica wait for replacements, to go back to a checkpoint."""
+"""Seconds for which live workers that are too few for a replica wait for replacements, before the run ends."""
 
 
 @dataclass(eq=False)
 class Planner:
-    """Joins epochs for one worker, and keeps facts of the last epoch.  Called by one thread at a time.
+    """Joins epochs for one worker, and remembers facts of the last epoch.  Used by one thread at a time.
 
-    ``node``, ``domains``, ``device``, ``peer_store``, and the contents of ``snapshots`` are part of the worker's
+    ``node``, ``domains``, ``device``, ``peer_store``, and the contents of ``snapshots`` become part of the worker's
     status.
     """
 
@@ -75,30 +75,30 @@ class Planner:
     timeline: Timeline = field(default=(0, 0), init=False)
     """Timeline of the last epoch that this worker has joined."""
     _same_as: int = field(default=-1, init=False)
-    """``Decision.same_as`` for ``timeline``."""
+    """Value of ``Decision.same_as`` in the last epoch's decision."""
     _draining: tuple[str, ...] = field(default=(), init=False)
     """Nodes that the last epoch has decided to drain."""
     _undone: int = field(default=0, init=False)
-    """Iteration of a rollback not carried out yet (``JoinStatus.undone``)."""
+    """Value of ``JoinStatus.undone`` for this worker's next status; 0: no rollback is pending."""
     _undone_until: int = field(default=0, init=False)
-    """Number of the last epoch's decision; once it is committed, the rollback was carried out before it."""
+    """Number of the last epoch's first decision; when this is committed, a pending rollback has been carried out."""
     _left: frozenset[int] = field(default=frozenset(), init=False)
     finished: bool = field(default=False, init=False)
-    """True if some worker has left the run because its training was over, not because its node was drained."""
+    """True if some worker has left because the training was over; workers on drained nodes do not count."""
     _checkpoints: tuple[Checkpoint, ...] = field(default=(), init=False)
     """Checkpoints that the members of the last epoch knew."""
     _short_since: float | None = field(default=None, init=False)
-    """``time.monotonic`` since when workers are too few to go back to a checkpoint; None: they are enough."""
+    """Time (``time.monotonic``) since which live workers are too few for a rollback; None: they are enough."""
     why: str = field(default="", init=False)
     """Reason why the last epoch ended, from the coordinator."""
     lost: Failure | None = field(default=None, init=False)
-    """The workers found missing when this worker joined its last epoch; None: there were none."""
+    """Workers found missing when this worker joined its last epoch; None: no worker was missing."""
 
     def __post_init__(self) -> None:
         self.losses = Failures(self._assignment.grid)
 
     def status(self, **fields: Any) -> JoinStatus:
-        """Return the status with which this worker joins an epoch; ``fields`` are added to the known fields."""
+        """Return the status with which this worker joins an epoch; ``fields`` are added, or replace known fields."""
         hooks, assignment = self._hooks, self._assignment
         known = {
             "position": assignment.position,
@@ -115,9 +115,9 @@ class Planner:
         return JoinStatus(assignment.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **known)
 
     def meet(self, status: JoinStatus, reason: str) -> tuple[Decision, Failure | None]:
-        """Join the next epoch; return its decision, and the workers found missing, if any.
+        """Join the next epoch with ``status``; return the epoch's decision, and the workers found missing, if any.
 
-        ``reason``: why the epoch begins, if this worker is the first to ask for it.  Raises ``Fenced``,
+        ``reason``: why this worker asks for an epoch, used if no other worker has asked before.  Raises ``Fenced``,
         ``CoordinatorLost``, ``Disagreement``, and ``OtherFlags`` if this worker was started with other flags than the
         run, or runs another program.
         """
@@ -167,11 +167,11 @@ class Planner:
             return decision, self.lost
 
     def _of_the_same_program(self, joined: Mapping[int, Any]) -> dict[int, JoinStatus]:
-        """Return the statuses of all workers whose flags are those of the run.
+        """Return the statuses of all workers whose flags and program are those of the run.
 
-        A worker without a place is left out if its flags differ or its status cannot be read; if this worker is such a
-        worker, and its flags or its program differ, ``OtherFlags`` is raised.  If a worker with a place differs, the
-        run ends for all workers with ``EXIT_REFUSED``.
+        A worker without a place is left out if its digests differ, or if its status cannot be read.  If the digests of
+        this worker differ, and it has no place, raises ``OtherFlags``.  If the digests of a worker with a place differ,
+        ends the run for all workers, with ``EXIT_REFUSED``.
         """
         me, session = self._assignment.me, self._session
         known = {
@@ -185,7 +185,7 @@ class Planner:
         if different:
             session.give_up(EXIT_REFUSED, f"worker {me} on node {self.node} {different}")
         elif placed:
-            session.wait_revoked(2 * ASKED_SECONDS)  # the odd worker knows the differences, and reports them first
+            session.wait_revoked(2 * ASKED_SECONDS)  # let the worker that differs report the differences first
             session.give_up(EXIT_REFUSED, f"the flags of worker {placed[0]} differ from those of worker {odd.model}")
         if different or placed:
             session.wait_revoked()
@@ -201,13 +201,13 @@ class Planner:
         return statuses
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
-        """Log why a new epoch has begun although no worker died; only the lowest worker with a place logs it."""
+        """Log why a new epoch has begun although no worker died; only the lowest worker with a place logs this."""
         if self._assignment.me == min(decision.workers, default=self._assignment.me):
             for line in news(before, decision, self._statuses, self._edges.tries, self.why):
                 log.info(line)
 
     def log(self, decision: Decision, lost: Failure | None, seconds: float) -> None:
-        """Log the event ``plan``; ``seconds``: duration of the meeting."""
+        """Log the event ``plan``.  ``lost``: workers found missing.  ``seconds``: duration of the meeting."""
         self._hooks.log(
             "plan",
             epoch=decision.epoch,
@@ -233,7 +233,7 @@ class Planner:
     # ---- why an epoch must end
 
     def ask(self) -> None:
-        """Ask for the next epoch, and report why, if this worker knows it; no effect if the present epoch is over."""
+        """Ask the coordinator for the next epoch, and report which operation failed; no effect if the epoch is over."""
         assignment = self._assignment
         lost = assignment.epoch_groups.lost
         if lost is None:
@@ -249,13 +249,13 @@ class Planner:
     # ---- why the run must end
 
     def give_up_unless_enough(self, decision: Decision) -> None:
-        """Terminate the run for all workers if too few replicas are left, or if the run makes no progress.
+        """Terminate the run for all workers if it cannot continue; return if it can, or may wait for replacements.
 
-        Raises ``NoReplica`` or ``StateLost``, which name the losses; ``CoordinatorLost`` after ``MOST`` epochs at one
-        decision.  Returns if the run can continue, or may wait for replacements.
+        Raises ``NoReplica`` or ``StateLost``, which name the lost workers, if too few replicas are left or the state is
+        lost; ``CoordinatorLost`` if the run makes no progress after ``MOST`` epochs at one decision.
         """
         if self._edges.tries >= MOST:
-            reason = f"{self._edges.tries + 1} epochs at one decision without a loss; the last one ended: {self.why}"
+            reason = f"{self._edges.tries + 1} epochs at one decision without a loss; the last epoch ended: {self.why}"
             self._session.give_up(EXIT_LOST_MAJORITY, reason)
             raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
         if decision.enough >= self._rules.min_replicas:
@@ -266,30 +266,30 @@ class Planner:
         self._end(decision)
 
     def has_all_replicas(self, decision: Decision) -> bool:
-        """Return whether there are as many replicas as at launch, and the spares cannot form more."""
+        """Return whether there are at least as many replicas as at launch, and too few spares for another replica."""
         return not room(len(decision.replicas), len(decision.spares), self._assignment.grid, self._rules.spares)
 
     @property
     def can_go_back(self) -> bool:
-        """True if there is a checkpoint or a snapshot to which the run could go back if its state were lost."""
+        """True if a checkpoint or snapshot exists to which the run could go back if its state were lost."""
         if self.snapshots.newest is not None:
             return True
         kept, unreadable = self._hooks.checkpoints()
         return any(iteration not in unreadable for iteration, _ in merged(kept, self._checkpoints))
 
     def patience(self) -> float:
-        """Return the seconds left to wait for the workers that a rollback needs; 0 or less: the wait is over."""
+        """Return how many seconds remain to wait for the workers that a rollback needs; 0 or less: stop waiting."""
         now = time.monotonic()
         if self._short_since is None:
             self._short_since = now
             log.info(
                 f"worker {self._assignment.me} waits up to {REPLACED_SECONDS:.0f} s for other workers: the live "
-                "workers are too few for a replica; when others have come, all go back to a checkpoint or a snapshot"
+                "workers are too few for a replica; when enough have joined, all go back to a checkpoint or a snapshot"
             )
         return self._short_since + REPLACED_SECONDS - now
 
     def lose_state(self, what: str) -> NoReturn:
-        """Terminate the run for all workers: the lost workers held a part of the training's state that no other has."""
+        """Terminate the run for all workers, because no live worker has the part ``what`` of the training's state."""
         self._end(replace(self._assignment.decision, state_lost=what))
 
     def _end(self, decision: Decision) -> NoReturn:

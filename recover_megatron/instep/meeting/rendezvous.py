@@ -1,11 +1,11 @@
-"""Meetings of a worker with a place and all others, in its main thread: at the start, after a loss, at a boundary.
+"""Meetings of all workers, for a worker with a place: at the start, after a loss, and at a boundary.
 
-leave, if its replica is broken -> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
+leave, if its replica is broken -> the old epoch's groups are closed --> Planner.meet --> the worker takes its place
                                                                              '--> no place for this worker: Orphaned
 
 Work that needs workers of all replicas is part of a *decision*: a training step (`step`), or a section (``Sections``),
-which is an evaluation, a checkpoint or a barrier of all workers.  Every worker takes part in the same decisions in the
-same order, and numbers them; a decision is over when all workers have reported it done (``agree``).
+which is an evaluation, a checkpoint or a barrier of all workers.  All workers take part in the same decisions in the
+same order, and number them.  A decision is over when all workers have reported it done (``agree``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recover_megatron.membership.io.session import Session
 
 @dataclass(eq=False)
 class Rendezvous:
-    """Meetings of one worker that has a place; its main thread calls it."""
+    """Meetings of one worker that has a place; called by its main thread."""
 
     _session: Session
     _hooks: Hooks
@@ -41,7 +41,7 @@ class Rendezvous:
     _announcements: Announcements
 
     def meet(self, number: int, **where: Any) -> None:
-        """Meet the other workers at decision ``number``, and take up the plan of the next epoch.
+        """Meet the other workers at decision ``number``, and take this worker's place in the next epoch.
 
         ``where``: the fields of ``JoinStatus`` for a step, or for the boundary before a step; none for a section.
         Raises ``Orphaned`` if this worker has no place any more, ``Drained`` if its node is drained, ``NoReplica`` if
@@ -53,19 +53,19 @@ class Rendezvous:
         self._join(self._planner.status(at=number, **where))
 
     def start(self) -> None:
-        """Join the first epoch: from now on the run survives deaths.  Raises as ``meet`` does."""
+        """Join the first epoch; from then on the run survives deaths.  Raises as ``meet`` does."""
         self._join(self._planner.status())
 
     def committed_before_the_end(self, number: int) -> bool:
-        """Return, after ``EpochRevoked``, whether decision ``number`` was committed in the epoch that ends.
+        """Wait for the end of the epoch after ``EpochRevoked``; return whether decision ``number`` was committed
+        before.
 
-        All workers of that epoch get the same answer.  If the decision was committed, a worker that was repeating it
-        must not go to a rendezvous: its model-parallel peers continue with operations inside the replica, which need
-        this worker.  (A coordinator announces its commits before the end of the epoch, so they are known by then.)
-        Raises as ``Orphan.stay`` does.
+        All workers of the epoch get the same answer, since the coordinator sends its commits before it ends the epoch.
+        If the answer is True, this worker must not go to a rendezvous: its model-parallel peers continue with
+        operations inside the replica, which need this worker.  Raises as ``Orphan.stay`` does.
         """
         self._orphan.leave_if_broken()
-        self._planner.ask()  # does nothing if the end is known
+        self._planner.ask()  # no effect if the epoch has ended
         self._session.wait_revoked()
         return self._session.committed >= number
 
@@ -92,12 +92,12 @@ class Rendezvous:
 
 @dataclass(eq=False)
 class Boundary:
-    """Boundaries before one worker's steps; its main thread calls it.
+    """Boundaries before the steps of one worker; called by its main thread.
 
-    If a plan announces new replicas of spares, all workers meet again before the next step.  The plan of that meeting
-    gives the spares places, and this step is their first decision.  ``verify_interval``: iterations between comparisons
-    of states (0: no comparisons); for a comparison all workers meet, and the plan finds workers that differ from their
-    column.
+    If a plan announces that spares will form replicas, all workers meet before the next step.  The plan of that meeting
+    gives the spares places, and the step is their first decision.  ``verify_interval``: iterations between comparisons
+    of states (0: no comparisons).  For a comparison all workers meet, and the plan finds workers whose state differs
+    from their column.
     """
 
     _hooks: Hooks
@@ -106,13 +106,13 @@ class Boundary:
     _rendezvous: Rendezvous
     verify_interval: int
     _verified: int = field(default=0, init=False)
-    """The iteration before which states were last compared."""
+    """Last iteration before which states were compared."""
 
     def meet_if_wanted(self, prepare: Callable[[], Any]) -> None:
         """Meet the other workers before the next step if a plan or a comparison of states requires it.
 
-        ``prepare`` is called before the meeting, for work that must not wait for the workers that join; it may consist
-        of sections only.  Raises as ``Rendezvous.meet`` does.
+        ``prepare`` is called before the meeting, for work that does not need the joining workers; it may consist of
+        sections only.  Raises as ``Rendezvous.meet`` does.
         """
         assignment = self._assignment
         while self._wanted():
@@ -144,7 +144,8 @@ class Boundary:
 
     @property
     def joining_next(self) -> bool:
-        """True if other workers have begun the next step already, or if some workers will begin it without a state."""
+        """True if other workers have begun the next step, or if some workers must receive a state when they begin
+        it."""
         decision = self._assignment.decision
         return self._assignment.begun_by_others(self._next) or (decision.at == self._next and bool(decision.fresh))
 
@@ -156,21 +157,21 @@ class Boundary:
 
 
 class Kept:
-    """Saved inputs of in-place operations of the present section, which may be run again from the start."""
+    """Copies of tensors that operations of the present section overwrote, so that the section can run again."""
 
     def __init__(self) -> None:
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
-        """Drop the saved inputs: the section is over, or another section begins."""
+        """Drop all copies, when a section is over or begins."""
         self._inputs.clear()
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Save tensors that an operation is about to overwrite."""
+        """Copy tensors that an operation will overwrite."""
         self._inputs += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
-        """Restore the tensors to their values at the beginning of the section, which begins again."""
+        """Set the tensors to their values at the beginning of the section, before the section runs again."""
         with torch.no_grad():
             for tensor, copy in reversed(self._inputs):
                 tensor.copy_(copy)
@@ -179,7 +180,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Sections:
-    """Runs one worker's sections, again from the start when a worker is lost; the main thread calls it."""
+    """Runs one worker's sections, again from the start when a worker is lost; called by the main thread."""
 
     _hooks: Hooks
     _progress: ProgressReports
@@ -196,11 +197,11 @@ class Sections:
     ) -> Any:
         """Call ``run``, which needs all workers, until a call is not interrupted by a loss; return its result.
 
-        ``run`` must either raise ``EpochRevoked`` or have no effect that a second call would double; ``reset`` undoes
-        other effects, except on inputs that operations over replicas overwrote, which are restored from ``kept``.
+        ``reset`` undoes effects of an interrupted ``run``, so that a second call does not double them.  Inputs that
+        operations over replicas overwrote are restored from ``kept``.
 
-        ``together``: True if the workers of a replica wait for each other in ``run``, which does not raise
-        ``EpochRevoked``.  They then begin it together, even if only some of them know that the epoch is over.
+        ``together``: True if the workers of a replica wait for each other in ``run``, which then must not raise
+        ``EpochRevoked``.  All of them call ``run``, even if some of them know that the epoch is over.
 
         Raises as ``Rendezvous.meet`` does, and what ``run`` raises.
         """
@@ -215,16 +216,14 @@ class Sections:
                 else:
                     self._orphan.check()
                 result = run()
-                # ``agree`` alone is not enough: ``run`` may have continued after a failed operation
-                # (``Mode.DEFERRED``) of which the session does not know yet, and a decision that is reported done
-                # counts in later epochs, too.
+                # ``run`` may have continued after a failed operation (``Mode.DEFERRED``) of which the session does not
+                # know yet.  So check before ``agree``: a decision that is reported done counts in later epochs, too.
                 self._orphan.check()
                 if self._assignment.decision.at == number:
-                    # The epoch was formed in the middle of this section.  Reports of earlier epochs still count: with
-                    # new reports of other workers the section could be committed for a column that had reported it,
-                    # while one member of this column still runs it again, and needs the other members.  So no worker
-                    # reports the section before all workers have run it again.  Once it is committed, the result of
-                    # this run counts, even if this worker has not reported it.
+                    # The epoch was formed in the middle of this section.  Reports of earlier epochs still count: the
+                    # section could be committed while one member of a column still runs it again, and needs the other
+                    # members, which have reported it earlier.  So all workers run it again before any reports it.
+                    # Once it is committed, the result of this run counts, even if this worker has not reported it.
                     with self._progress.waiting(kind):
                         self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
                 self._progress.agree(number)
@@ -234,7 +233,7 @@ class Sections:
                 if self._rendezvous.committed_before_the_end(number):
                     return result
                 self._rendezvous.meet(number)
-                if self._assignment.committed(number):  # only if all workers, also this one, had reported it done
+                if self._assignment.committed(number):  # all workers, this one included, had reported it done
                     return result
                 self.kept.restore()
                 reset()

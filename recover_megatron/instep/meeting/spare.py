@@ -1,19 +1,19 @@
-"""A spare: a live worker without a place.  Its thread joins every epoch in its name, so that no worker waits for it.
+"""Spare: a live worker without a place.  A thread joins every epoch for the spare, so that no worker waits for it.
 
     orphaned --> JOINING --plan--> IDLE --epoch revoked, or a new status to report--> JOINING ...
                     |
                     |--the plan gives it a place-------------> Decision        the main thread takes it
                     |--the plan needs it in another position-> OtherPosition   the main thread builds another model
                     |--the plan makes it mirror a state------> Mirror          the main thread copies that state
-                    |--the run ends, it is evicted, or its
-                    |  flags differ from the run's-----------> RunOver         the main thread terminates the process
-                    |--its node is drained-------------------> Drained         the same, and the run continues
+                    |--the run ends, the spare is evicted, or
+                    |  its flags differ from the run's-------> RunOver         the main thread terminates the process
+                    |--the spare's node is drained-----------> Drained         the same, and the run continues
                     '--the main thread does not arrive in time-----> the process exits: a stuck worker is of no use
 
-The main thread may still be leaving the training, or be stuck for good.  Until it has arrived (``arrive``) the spare is
-not ready, and gets no task and no place.  How long the main thread may take depends on its task (``_back_by``): to
-leave the training, ``STUCK_SECONDS`` or the hang timeout, plus the allowance of its last mark; to build a model,
-``BUILD_SECONDS``; to mirror a state, until the epoch ends, and then ``STUCK_SECONDS``.
+The main thread may still be leaving the training, or be stuck.  Until it calls ``arrive`` the spare is not ready, and
+gets no task and no place.  The time limit depends on what the main thread does (``_back_by``).  To leave the training:
+the longer of ``STUCK_SECONDS`` and the hang timeout, plus the allowance of the last mark.  To build a model:
+``BUILD_SECONDS``.  To mirror a state: until the epoch ends, plus ``STUCK_SECONDS``.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Ep
 log = get_logger(__name__)
 
 LINGER_SECONDS = 10.0
-"""Seconds for which a worker for which the run is over waits for its main thread before it exits."""
+"""Seconds for which a worker that is out of the run waits for its main thread before the process exits."""
 GRACE_SECONDS = 0.25
-"""Seconds for which a join waits for a main thread that is about to arrive: without the wait, its arrival may need
-another epoch."""
+"""Seconds for which a spare that joins an epoch waits for its main thread: if this thread arrives later, another epoch
+may be needed."""
 STUCK_SECONDS = 60.0
-"""Seconds after which a main thread that has nothing to do but arrive counts as stuck for good."""
+"""Seconds after which a main thread that has no task and does not arrive counts as stuck."""
 BUILD_SECONDS = 3600.0
 """Seconds after which a main thread that builds a model counts as stuck."""
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """Task to mirror the state of a worker of the last replica until the epoch of ``decision`` ends."""
+    """Task of a spare: mirror the state of a worker of the last replica until the epoch of ``decision`` ends."""
 
     decision: Decision
 
 
 Outcome = Decision | Mirror | OtherPosition | RunOver
-"""Result of waiting as a spare: the decision with a place for it, a task, or the reason why it gets no place."""
+"""Result of a spare's wait: the decision that gives it a place, a task, or the reason why it must exit."""
 
 
 class Spare:
-    """Worker ``me`` as a spare.  It joins epochs with ``status`` until its main thread arrives.
+    """Thread that joins epochs for the spare ``me``, with ``status`` until the main thread arrives.
 
     ``leaving``: seconds within which the main thread must arrive.
     """
@@ -74,12 +74,12 @@ class Spare:
         self._outcome: Outcome | None = None
         self._changed = threading.Condition()
         self._here = False
-        """True if the main thread has arrived, and waits."""
+        """True while the main thread waits in ``arrive``."""
         self._grace = GRACE_SECONDS
         self._last: Decision | None = None
-        """The last decision that gave this worker no place; None: there was none."""
+        """The last decision in which this spare got no place; None: no decision was made yet."""
         self._back_by: float | None = time.monotonic() + leaving
-        """``time.monotonic`` at which a main thread that has not arrived counts as stuck; None: not in this epoch."""
+        """Time (``time.monotonic``) at which a main thread that has not arrived counts as stuck; None: no limit."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="spare", daemon=True).start()
@@ -89,17 +89,17 @@ class Spare:
         return time.perf_counter() - self._since
 
     def arrive(self, **offer: object) -> Outcome:
-        """Report this worker as ready, with ``offer`` as fields of its status, and wait; called by the main thread.
+        """Report this spare as ready, and wait until the run needs it or is over; called by the main thread.
 
-        Returns when the run needs this worker, or is over.  After ``OtherPosition`` and ``Mirror`` the spare's thread
-        keeps joining epochs, as not ready, until this is called again.
+        ``offer``: changed fields of the spare's status.  After ``OtherPosition`` and ``Mirror`` the spare's thread
+        continues to join epochs, as not ready, until the main thread calls this method again.
         """
         with self._changed:
             self._status = self._with({"ready": True, "building": False, **offer})
             self._here, self._grace = True, GRACE_SECONDS
             self._changed.notify_all()
         if self._is_news(self._last):
-            with suppress(CoordinatorLost, Fenced):  # the spare's thread gets this error, too, and returns the outcome
+            with suppress(CoordinatorLost, Fenced):  # the spare's thread gets this error, too, and sets the outcome
                 self._let_them_begin()
                 self._session.ask(f"worker {self._me} {READY}")
         with self._changed:
@@ -111,9 +111,9 @@ class Spare:
         return outcome
 
     def _with(self, fields: dict[str, Any]) -> JoinStatus:
-        """Return the status with these fields; an iteration only if it is newer, and of the present timeline.
+        """Return the status with changed ``fields``; ``iteration`` only if it is newer, and of the present timeline.
 
-        It may be newer because the main thread may have begun another iteration after the status was made.
+        A field ``iteration`` is newer if the main thread began another iteration after the status was made.
         """
         status = replace(self._status, **{name: value for name, value in fields.items() if name != "iteration"})
         same = status.state_of == self._planner.timeline[0]
@@ -139,18 +139,18 @@ class Spare:
             os._exit(outcome.code)
 
     def _take_part(self) -> Outcome | None:
-        """Take part in one epoch; return the outcome if the spare's thread must end; None: join the next epoch."""
+        """Join one epoch and wait for its end; return the outcome if the spare's thread must stop, else None."""
         me, planner, session = self._me, self._planner, self._session
         with self._changed:
             self._changed.wait_for(lambda: self._here, self._grace)
             sent, was_here = self._status, self._here
-            if self._back_by is None:  # the epoch in which the main thread mirrored a state is over
+            if self._back_by is None:  # the main thread mirrored a state in the last epoch
                 self._back_by = time.monotonic() + STUCK_SECONDS
         timeline = planner.timeline
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
             news = self._here and not was_here
-            # If no other worker is left, this one writes the failure report, so it keeps what the others reported.
+            # Keep what other workers have reported: if this is the last worker, it writes the failure report.
             self._status = replace(
                 self._status,
                 at=max(self._status.at, decision.at),
@@ -182,24 +182,24 @@ class Spare:
             planner.give_up_unless_enough(decision)
             with self._changed:
                 if not self._here:
-                    return RunOver(1, "its main thread did not return from its last task in time")
+                    return RunOver(1, "its main thread did not finish its last task in time")
         return None
 
     def _is_news(self, decision: Decision | None) -> bool:
-        """Return whether a new epoch might use this worker; if not, it is enough that the next one learns of it."""
+        """Return whether a new epoch could give this ready spare a task or a place; otherwise no epoch is requested."""
         return decision is None or self._status.position is None or not self._planner.has_all_replicas(decision)
 
     def _patience(self, decision: Decision) -> float | None:
-        """Return the seconds to wait for the next epoch; None: no limit."""
+        """Return how many seconds to wait for the next epoch; None: no limit."""
         if decision.short:
             return max(0.0, self._planner.patience())
         by = self._back_by
         return None if self._here or by is None else max(0.0, by - time.monotonic())
 
     def _let_them_begin(self) -> None:
-        """Wait until the first step of the present epoch's fresh replicas is committed, or the epoch is over.
+        """Wait until the fresh replicas of the present epoch have committed their first step, or the epoch is over.
 
-        A new epoch before that would interrupt this step.
+        An earlier request for a new epoch would interrupt that step.
         """
         last = self._last
         if last is not None and last.fresh:
@@ -207,7 +207,7 @@ class Spare:
                 self._session.wait_committed(last.at, last.epoch)
 
     def _have(self, task: OtherPosition | Mirror, **fields: object) -> None:
-        """Give the main thread a task; until it has arrived again, this worker cannot take a place."""
+        """Give the main thread a task; until the main thread calls ``arrive`` again, this spare can take no place."""
         with self._changed:
             self._status = replace(self._status, ready=False, **fields)  # type: ignore[arg-type]
             self._outcome = task

@@ -1,11 +1,11 @@
-"""Rollbacks to a checkpoint, or to snapshots in memory: the target, and the statuses of earlier timelines.
+"""Rollbacks: choice of the state to which a run goes back, and removal of states of earlier timelines.
 
     timeline 0    1  2  3  4  5  6  7  the state is lost
                            |
     timeline e                '-- 5  6  7  8 ...        e: the epoch that decided to go back to iteration 4
 
 A worker that missed the rollback may still offer a state of iteration 6.  This state is unusable: the other workers
-have run 5 and 6 again, and the new sums differ from the old sums by rounding.  All functions are pure, as in `plan`.
+have run iterations 5 and 6 again, with sums that differ by rounding.  All functions are pure, as in `plan`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from recover_megatron.instep.decision import (
 
 
 def newest(statuses: Mapping[int, JoinStatus]) -> Timeline:
-    """Return the present timeline of the run."""
+    """Return the newest timeline that any status reports."""
     return max((status.timeline for status in statuses.values()), default=(0, 0))
 
 
 def same_as(statuses: Mapping[int, JoinStatus]) -> int:
-    """Return ``Decision.same_as`` of the present timeline."""
+    """Return the value of ``Decision.same_as`` that workers in the newest timeline report; -1: none."""
     return max((status.same_as for status in statuses.values() if status.timeline == newest(statuses)), default=-1)
 
 
 def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[int, JoinStatus]:
-    """Return the statuses without the iterations and states of earlier timelines.
+    """Return the statuses with the iterations and states of earlier timelines removed.
 
-    A state with which ``timeline`` itself began stays: its worker may not have received the plan of the rollback.
+    A state of an earlier timeline remains if ``timeline`` began with this state.
     """
     found, (epoch, begun_after), before = dict(statuses), timeline, same_as(statuses)
     for worker, status in statuses.items():
@@ -51,8 +51,10 @@ def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[
 
 
 def pending_rollback(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollback | None:
-    """Return the rollback with which the present timeline began, if no worker has carried it out yet and ``version``,
-    its target, is held by workers; else None."""
+    """Return the rollback to a held state with which the newest timeline began, if no worker has carried it out yet.
+
+    Returns None otherwise, or if ``version`` is not the iteration of that rollback.
+    """
     _, begun_after = newest(statuses)
     lost = undone(statuses) - 1 - begun_after
     held = same_as(statuses) >= 0 and version == begun_after
@@ -60,7 +62,7 @@ def pending_rollback(statuses: Mapping[int, JoinStatus], version: int | None) ->
 
 
 def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
-    """Return text that names the checkpoints that could not be loaded; empty: there are none."""
+    """Return the end of a message that names the checkpoints that could not be loaded; empty: there are none."""
     found = sorted({iteration for status in statuses.values() for iteration in status.unreadable})
     if not found:
         return ""
@@ -68,10 +70,10 @@ def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
 
 
 def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
-    """Return the newest snapshot that has a holder for every part and that no worker failed to load; None: none.
+    """Return the newest snapshot that no worker failed to load and whose parts all have a holder; None: none exists.
 
-    Snapshots with an earlier timeline do not count: workers that took part in the rollback have moved their older
-    snapshots to the present timeline.
+    Snapshots of earlier timelines do not count.  (Workers that took part in a rollback report their older snapshots
+    under the new timeline.)
     """
     holders: dict[tuple[int, int, int], dict[int, dict[int, str]]] = {}
     for worker, status in sorted(statuses.items()):
@@ -90,12 +92,12 @@ def covered(kept: Kept | None, copies: Mapping[int, Sequence[int]]) -> bool:
     if kept is None or not copies:
         return not copies
     if set(kept.holders) != set(copies):
-        return False  # the snapshot has more parts, or fewer
+        return False  # the snapshot has another number of parts
     return all(worker in kept.holders[part] for part, keepers in copies.items() for worker in keepers)
 
 
 def undone(statuses: Mapping[int, JoinStatus]) -> int:
-    """Return the least ``JoinStatus.undone`` of members in the present timeline; 0: no rollback is pending."""
+    """Return the least ``JoinStatus.undone`` of members in the newest timeline; 0: no rollback is pending."""
     return min((status.undone for status in statuses.values() if status.timeline == newest(statuses)), default=0)
 
 
@@ -108,9 +110,9 @@ def target(
 ) -> Rollback | None:
     """Return the rollback to the newest state: ``held``, ``memory``, or a checkpoint that no worker failed to load.
 
-    None: there is no such state.  ``memory``: the newest snapshot.  ``held``: the version of a state that workers hold.
-    ``seen``: an iteration that was under way, though ``statuses`` may not contain it.  ``committed``: the last
-    committed decision.
+    Returns None if there is no such state.  ``memory``: the newest snapshot.  ``held``: version of a state that workers
+    hold.  ``seen``: iteration that was under way, even if no status reports it.  ``committed``: last committed
+    decision.
     """
     unreadable = {iteration for status in statuses.values() for iteration in status.unreadable}
     every = merged(*(status.checkpoints for status in statuses.values()))

@@ -1,19 +1,18 @@
-"""Parameters that arrive while the next forward pass runs (--overlap-param-gather), whichever workers die meanwhile.
+"""Gathers updated parameters while the next forward pass runs (--overlap-param-gather), even if workers die.
 
     updated --all have agreed--> GATHERING --all parts have come over the ring---> COMPLETE
                                      |                                                ^
                                      '-- the epoch ends --> FETCHING -----------------'
                                                             all missing parts, from any holder
 
-A forward pass is not interrupted, so its worker cannot meet the others to gather again, and need not.  Once all workers
-have agreed that the update is done, every holder of a unit (its owner and its shadows, see `shards`) has the unit's new
-parameters in its own model.  They do not change until the holder's next update, which no worker does before all live
-workers have agreed on the next step, for which they need all parameters.  Until then any holder can send a part,
-whatever its main thread does and whichever epoch the holder is in: a thread answers requests (`collectives.peers`), for
-the requested update only.
+A forward pass is never interrupted, so a worker cannot meet the others during the pass to gather again.  Instead it
+fetches missing parts from holders.  When all workers have agreed that the update is done, every holder of a unit (the
+owner of a shard and its shadows, see `shards`) has the unit's new parameters in its model.  These do not change before
+all live workers have agreed on the next step, for which every worker needs all parameters.  Until then a thread of any
+holder can send parts, whatever the holder's main thread does and whichever epoch the holder is in.
 
-All holders of a unit have the same bits, so any of them may answer.  (If the shadows are updated on another kind of
-processor, the bits differ; then parameters are gathered at the end of the step: ``gradients.Parameters``.)
+All holders of a unit have the same bits, so any holder may answer.  (If the shadows are updated on another kind of
+processor, the bits differ.  Then parameters are gathered at the end of the step: ``trainer.Parameters``.)
 """
 
 from __future__ import annotations
@@ -42,19 +41,20 @@ from recover_megatron.workload.shards import owned
 log = get_logger(__name__)
 
 Part = tuple[int, Span]
-"""The number of a bucket, and a span of its elements."""
+"""(Number of a bucket, span of the bucket's elements)."""
 MOST_PARTS = 4096
-"""Greatest number of parts in a request."""
+"""Greatest number of parts in one request to a holder."""
 UNREACHED_SECONDS = 5.0
-"""Seconds after which a live holder that could not be reached counts as unreachable."""
+"""Seconds of failed connections after which a live holder counts as unreachable."""
 RETRY_SECONDS = 0.02
-"""Seconds between two requests to holders that do not answer and are not known to be lost."""
+"""Seconds between two attempts if no holder answers, and not all holders are known to be lost."""
 
 
 class Overlap:
-    """Gathers one worker's updated parameters.  ``parts``: (column, flat tensor) of each bucket, the last needed first.
+    """Gathers the updated parameters of one worker's model.
 
-    ``lose`` is called with a unit whose parameters no worker has any more, and raises.
+    ``parts``: (column, flat tensor) of each bucket; the forward pass needs the last bucket first.  ``lose``: called
+    with a unit whose parameters no worker has; must raise.
     """
 
     def __init__(
@@ -70,35 +70,37 @@ class Overlap:
         self._recovery = recovery
         self._lose = lose
         self._missing: dict[int, Handle | None] = {}
-        """Bucket that is not complete -> the handle of its gathering over the ring; None: it must be fetched."""
+        """Incomplete bucket -> handle of the all-gather over the ring; None: the bucket must be fetched from
+        holders."""
         self._update = 0
-        """The number of the decision to which the update belongs."""
+        """Number of the step whose update is being gathered."""
         self._published: int | None = None
         self._made: Any = None
-        """Point in the device's work after which the update is done."""
+        """CUDA event after which the update is done; None without a GPU (``made_so_far``)."""
         self._fetchers: dict[int, Fetcher] = {}
 
     @property
     def pending(self) -> bool:
-        """True if parameters of the model may be missing."""
+        """True if parameters of this worker's model may be missing."""
         return bool(self._missing)
 
     # ---- for other workers
 
     def publish(self, update: int) -> None:
-        """Serve updated parameters to other workers; call this before reporting the update done."""
+        """Serve this worker's parameters after ``update`` to other workers; call it before reporting the update
+        done."""
         self._made = made_so_far(self._gpu)
         self._published = update
         self._recovery.comm_config.peer_store.source = self.give
 
     def withdraw(self) -> None:
-        """Stop serving: this worker's parameters are going to change."""
+        """Stop serving parameters to other workers, before this worker's parameters change."""
         self._published = None
 
     def give(self, what: Sequence[int]) -> bytes | None:
-        """Return the requested parts of buckets, concatenated; None: refused.  The peer store's thread calls it.
+        """Answer another worker's request: return the requested parts, concatenated; None if another update is served.
 
-        ``what``: the request, as ``_bring`` builds it.
+        ``what``: [update, then bucket, start and stop of each part].  Called by the peer store's thread.
         """
         update, *numbers = what
         parts = [self._flat(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
@@ -116,10 +118,11 @@ class Overlap:
     # ---- for this worker
 
     def start(self, update: int) -> None:
-        """Gather buckets over the ring, in the background, in the order in which they are needed.
+        """Start to gather the buckets over the ring in the background, in the order in which the forward pass needs
+        them.
 
-        All workers have agreed on the update.  If this worker learnt that from the plan of a later epoch, others may be
-        in the next step already, and do not use the ring any more: then everything is fetched.
+        Call it when all workers have agreed on ``update``.  If this worker learnt that from the plan of a later epoch,
+        others may have begun the next step, so the ring is not used, and everything is fetched.
         """
         recovery = self._recovery
         self._update = update
@@ -136,10 +139,10 @@ class Overlap:
                 ring = epoch_groups.ring(alive(column, live))
                 self._missing[number] = ring.all_gather(bucket, spans, missing=True)
         except EpochRevoked:
-            return  # the rest is fetched
+            return  # ``complete`` fetches the other buckets
 
     def complete(self, number: int) -> None:
-        """Return when bucket ``number`` of the model has all of its parameters.
+        """Wait until bucket ``number`` of the model has all parameters.
 
         Raises ``Orphaned`` if this worker's replica is broken, ``StateLost`` if no worker has the parameters any more,
         ``Fenced`` and ``CoordinatorLost`` if the run is over for this worker.
@@ -152,7 +155,7 @@ class Overlap:
         self._fetch()
 
     def _arrived(self, number: int) -> bool:
-        """Wait until the ring has gathered the bucket; return False if it must be fetched.  Raises ``EpochRevoked``."""
+        """Wait until the ring has gathered bucket ``number``; False: it must be fetched.  Raises ``EpochRevoked``."""
         handle = self._missing[number]
         if handle is None:
             return False
@@ -161,12 +164,12 @@ class Overlap:
         return True
 
     def complete_all(self) -> None:
-        """Complete all buckets, as ``complete`` does: the model then has all parameters of the last update."""
+        """Wait until the model has all parameters of the last update; raises as ``complete`` does."""
         for number in list(self._missing):
             self.complete(number)
 
     def forget(self) -> None:
-        """Stop serving and drop pending buckets: this worker has lost its place."""
+        """Stop serving, and gather no more buckets, because this worker has lost its place."""
         self.withdraw()
         self._missing.clear()
         self._hang_up()
@@ -174,7 +177,7 @@ class Overlap:
     # ---- inside
 
     def _fetch(self) -> None:
-        """Fetch from their holders all parameters that the ring has not gathered; afterwards none is missing."""
+        """Fetch all parameters that the ring has not gathered, from workers that hold them."""
         recovery, began = self._recovery, time.monotonic()
         came: dict[int, int] = {}
         with recovery.progress.waiting("param-gather"):
@@ -190,7 +193,7 @@ class Overlap:
             self._report(came, time.monotonic() - began)
 
     def _fetch_unit(self, column: Column, unit: int, wanted: Sequence[Part], came: dict[int, int]) -> None:
-        """Fetch parts of a unit.  ``came``: worker -> bytes that the worker has sent; is updated."""
+        """Fetch the parts ``wanted`` of a unit; add to ``came`` (worker -> bytes received from it)."""
         if unit not in self._shards.held(column):
             for request in _requests(wanted, lambda number: self._parts[number][1].flat.element_size()):
                 worker, data = self._bring(request, unit, self._shards.layout(column).holders(unit))
@@ -204,7 +207,7 @@ class Overlap:
         self._recovery.hooks.log("parameters fetched", bytes=size, seconds=round(seconds, 6))
         log.info(
             f"{size} bytes of parameters were fetched from workers {sorted(came)} in {seconds:.3f} s, because an epoch "
-            "ended before they had arrived"
+            "ended before these had arrived over the ring"
         )
 
     def _hang_up(self) -> None:
@@ -213,7 +216,7 @@ class Overlap:
         self._fetchers.clear()
 
     def _wanted(self, column: Column) -> dict[int, list[Part]]:
-        """Return unit -> its missing parts, in all buckets of ``column``."""
+        """Return unit -> missing parts of this unit, in all incomplete buckets of ``column``."""
         found: dict[int, list[Part]] = {}
         for number in self._missing:
             key, bucket = self._parts[number]
@@ -232,9 +235,9 @@ class Overlap:
             at = end
 
     def _bring(self, parts: Sequence[Part], unit: int, holders: Sequence[int]) -> tuple[int, bytes]:
-        """Ask the holders in turn until one answers; return this worker and its answer.
+        """Request ``parts`` from the holders in turn; return the worker that answered, and its answer.
 
-        If no holder can answer any more, calls ``lose``.
+        If no holder can answer any more, calls ``lose``.  Raises ``PeerLost`` if all live holders are unreachable.
         """
         what = [self._update, *(number for bucket, span in parts for number in (bucket, span.start, span.stop))]
         refused: set[int] = set()
@@ -259,12 +262,12 @@ class Overlap:
             if not left:
                 self._lose(unit)
             if all(time.monotonic() - unreached.get(worker, math.inf) > UNREACHED_SECONDS for worker in left):
-                # The holders live, and other workers may reach them: only this worker's replica cannot continue.
+                # Other workers may reach these live holders, so only this worker's replica must leave the training.
                 self._recovery.edges.suspect(left)
                 raise PeerLost(
-                    f"workers {left}, which hold parameters that this one needs, are unreachable", unreachable=True
+                    f"workers {left}, which hold parameters that this worker needs, are unreachable", unreachable=True
                 )
-            time.sleep(RETRY_SECONDS)  # until the run knows that the holder is dead
+            time.sleep(RETRY_SECONDS)  # wait until the coordinator reports the holder as dead
 
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
         if worker not in self._fetchers:
@@ -284,14 +287,14 @@ class Overlap:
 
 
 def _on_host(part: torch.Tensor) -> torch.Tensor:
-    """Return ``part``; if it is on a GPU, a host copy that is complete when the current stream has reached it."""
+    """Return ``part`` on the host; a copy from a GPU is complete when the current stream is synchronized."""
     if part.device.type == "cpu":
         return part
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def _requests(parts: Sequence[Part], bytes_each: Callable[[int], int]) -> Iterator[list[Part]]:
-    """Yield the parts, cut and grouped into requests whose answers do not exceed ``MOST_BYTES``."""
+    """Yield groups of ``parts``, cut where necessary, so that no answer exceeds ``MOST_BYTES``."""
     request: list[Part] = []
     room = MOST_BYTES
     for number, span in parts:

@@ -1,4 +1,4 @@
-"""Optimizer state of a column in shards: which worker holds which shard now, and how shards change hands.
+"""Shards of the optimizer state: which worker of a column holds which shard, and how shards change hands.
 
     launch --adopt--> every worker has its shard, none a second copy
                          |
@@ -6,9 +6,9 @@
                                  ^                                                  |
                                  '---- a worker is lost, has come, or will leave ---'
 
-`workload.shards` decides the layout.  Between a loss and the next boundary the layout stays, and the first live holder
-of a unit is its primary.  A layout is made of workers, not of slots: a worker that takes the slot of a lost worker has
-none of that worker's state.
+`workload.shards` decides the layout.  Between a loss and the next boundary the layout does not change: the first live
+holder of a unit (the shard of one owner) is the primary.  A layout names workers instead of slots, since a worker that
+takes the slot of a lost worker has none of the lost worker's state.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from recover_megatron.workload.shards import AnyLayout, ElementRange, Instances,
 
 @dataclass(eq=False)
 class Shards:
-    """The layouts of this worker's columns, and which worker acts for which shard in the present epoch.
+    """Layouts of this worker's columns, and the primary of each shard in the present epoch.
 
     ``_columns``: column in the ring's order -> its slots in Megatron's order of shards, instance by instance.
-    ``_assignment``: has the present worker of each slot.  ``_instances``: number of Megatron's optimizer instances; if
-    there are several, they are the copies of the state, without shadows.
+    ``_assignment``: names the present worker of each slot.  ``_instances``: number of Megatron's optimizer instances;
+    with several instances, these are the copies of the state, and there are no shadows.
     """
 
     _columns: Mapping[Column, Sequence[Slot]]
@@ -47,7 +47,8 @@ class Shards:
     _strides_for: Mapping[int, frozenset[str]] | None = field(default=None, init=False)
     _strides: dict[tuple[Column, int], int] = field(default_factory=dict, init=False)
     _gone: set[int] = field(default_factory=set, init=False)
-    """Workers that have lost their place since the layouts were made, so that their shards may be out of date."""
+    """Workers of the layouts that have lost their place since the layouts were made: their shards may be out of
+    date."""
 
     @property
     def columns(self) -> list[Column]:
@@ -56,61 +57,62 @@ class Shards:
     # ---- layouts
 
     def adopt(self) -> None:
-        """Set the layouts at launch: every worker has the shard that Megatron assigned to it, and no other."""
+        """Set the layouts at launch: every worker has the shard that Megatron assigned to it, and no shadow."""
         standing = self._assignment.standing
         self.take_up({column: self._layout_with(column, 0, standing) for column in self._columns})
 
     def take_up(self, layouts: Mapping[Column, AnyLayout]) -> None:
-        """Use these layouts from now on, even if some of their workers are lost by now."""
+        """Use ``layouts`` from now on, even if some workers in these are lost."""
         self._layouts = dict(layouts)
         self._gone.clear()
         self.planned()
 
     def forget(self) -> None:
-        """Drop the layouts, since this worker has lost its place, and its shards will be out of date."""
+        """Drop the layouts: this worker has lost its place, so its shards get out of date."""
         self._layouts.clear()
         self._gone.clear()
         self._cuts.clear()
 
     @property
     def known(self) -> bool:
-        """True if this worker knows the layouts; it does not before it has taken a place."""
+        """True if this worker has layouts; False until it has taken a place."""
         return bool(self._layouts)
 
     def planned(self) -> None:
-        """Take up a new epoch, in which the slots may have other workers."""
+        """Record a new epoch, in which slots may have other workers, and some workers may have lost their place."""
         standing = set(self._assignment.standing.values())
         self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - standing
         self._cuts.clear()
 
     def stale(self) -> bool:
-        """Return whether the layouts must change, since they were made for other workers than the present ones."""
+        """Return whether the layouts must change, because they were made for other workers than the present ones."""
         return bool(self._gone) or any(self._layouts[column] != self.wanted(column) for column in self._columns)
 
     def layout(self, column: Column) -> AnyLayout:
         return self._layouts[column]
 
     def wanted(self, column: Column) -> AnyLayout:
-        """Return the layout for the workers that are present and do not leave at the next boundary."""
+        """Return the layout of ``column`` for all workers that have a place and do not leave at the next boundary."""
         return self._layout_with(column, self._shadows, self._assignment.staying)
 
     def distrust_shadows(self) -> None:
-        """Ignore the contents of the shadows: until shards change hands again, no worker has a second copy."""
+        """Treat all shadows as invalid: until the next ``exchange`` every shard has a single holder."""
         layouts = {column: layout.without_copies() for column, layout in self._layouts.items()}
         self.take_up(layouts)
 
     def to_json(self) -> Any:
-        """Return the layouts as JSON, to be sent to a worker that takes a place in these columns."""
+        """Return the layouts as JSON, for a worker that takes a place in these columns (``from_json``)."""
         return {"layouts": [_to_json(self.layout(column)) for column in self._columns], "gone": sorted(self._gone)}
 
     def from_json(self, value: Any) -> None:
-        """Use the layouts that another member of these columns sent; this worker holds no state of them."""
+        """Use the layouts that another member of these columns sent; this worker has no shard yet."""
         layouts, gone = self.read(value)
         self.take_up(layouts)
         self._gone |= {*gone, self._assignment.me}
 
     def read(self, value: Any) -> tuple[dict[Column, AnyLayout], frozenset[int]]:
-        """Return the layouts sent by a member of these columns (``to_json``), and their workers without a state."""
+        """Parse the layouts that ``to_json`` returned; also return the workers in these whose shards are out of
+        date."""
         found = map(_from_json, value["layouts"])
         return dict(zip(self._columns, found, strict=True)), frozenset(value["gone"])
 
@@ -124,7 +126,7 @@ class Shards:
         return parts.layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
 
     def _stride(self, column: Column, order: Sequence[int]) -> int:
-        """Return the distance between copies in the ring ``order``; cached, since it is needed before every step."""
+        """Return the distance, in members of the ring ``order``, between copies of a shard; cached for later steps."""
         touched, present = self._assignment.decision.touched, self._layouts.get(column)
         if self._strides_for is not touched:
             self._strides_for, self._strides = touched, {}
@@ -137,26 +139,27 @@ class Shards:
 
     @property
     def live(self) -> frozenset[int]:
-        """The workers that have a place and have done all updates since the layouts were made."""
+        """Workers that have had a place since the layouts were made, so that their shards are up to date."""
         return frozenset(self._assignment.standing.values()) - self._gone
 
     def lost(self) -> list[int]:
-        """Return the units, each named by its owner, whose state no worker has any more."""
+        """Return the units (named by owner) whose state no live worker has."""
         return sorted({unit for layout in self._layouts.values() for unit in parts.lost(layout, self.live)})
 
     def held(self, column: Column) -> tuple[int, ...]:
-        """Return the units of a column whose state this worker has, its own unit first; empty for a new worker."""
+        """Return the units of ``column`` whose state this worker has, its own unit first; empty if it has none yet."""
         return () if self._assignment.me in self._gone else self._layouts[column].held(self._assignment.me)
 
     def speaks_for(self, column: Column, unit: int) -> bool:
-        """Return whether this worker is the primary of a unit."""
+        """Return whether this worker is the primary of ``unit``: the first live holder."""
         return parts.primary(self._layouts[column], unit, self.live) == self._assignment.me
 
     def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], frozenset[int]]:
-        """Return the spans of a bucket that each member of a column's ring sums, and the distances to their shadows.
+        """Return, for each member of a column's ring, the spans of a bucket that it updates; and the distances to
+        shadows.
 
-        ``numel``: number of elements of the bucket.  The distances are in members of the ring: a sum is also sent to
-        the holders at these distances.
+        ``numel``: number of elements of the bucket.  A distance is a number of ring members from a primary to a shadow,
+        to which the sums are sent, too.
         """
         if (column, numel) not in self._cuts:
             standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
@@ -168,7 +171,8 @@ class Shards:
     # ---- what changes hands
 
     def moves(self, column: Column, new: AnyLayout, numel: int) -> list[Move]:
-        """Return the moves from or to this worker that lead to layout ``new``, in a bucket of ``numel`` elements."""
+        """Return the transfers from or to this worker that lead to layout ``new``, in a bucket of ``numel``
+        elements."""
         every = parts.moves(self._layouts[column], new, self.live, numel)
         return [move for move in every if self._assignment.me in (move.source, move.target)]
 
@@ -180,11 +184,12 @@ class Shards:
         receive: Callable[[Sequence[ElementRange]], tuple[Place, Callable[[Any], None]]],
         progress: Callable[[], None],
     ) -> int:
-        """Send and receive all ``element_ranges``, by (source worker, target worker); return the bytes received.
+        """Send and receive optimizer state; return the number of bytes received.
 
-        ``give`` returns a tree with the state of ranges (see ``trees.flatten``).  ``receive`` returns the memory for
-        such a tree, and a function that is called with the received tree.  Everything is offered before anything is
-        fetched, so no cycle of waits arises.  Raises ``EpochRevoked``; then the received data is incomplete.
+        ``element_ranges``: (source worker, target worker) -> ranges.  ``give`` returns a tree with the state of ranges
+        (``trees.flatten``).  ``receive`` returns the memory for such a tree, and a function to call with the received
+        tree.  Every worker offers all its data before it fetches any, so workers cannot wait for each other in a cycle.
+        Raises ``EpochRevoked``; then the received data is incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.standing.items()}
         me, came, offers = self._assignment.me, 0, dict[int, Offer]()

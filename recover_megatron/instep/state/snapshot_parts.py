@@ -1,4 +1,4 @@
-"""Parts of a snapshot in memory: trees that a thread copies while the training continues, with their check sums."""
+"""Parts of a snapshot in host memory: trees of tensors that a background thread copies, with check sums."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from recover_megatron.errors import Disagreement
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a check sum for each chunk of a state's tensors."""
+    """Return one check sum for each chunk of a state's ``tensors``, in the order of the chunks."""
     parts = [bytes_of(tensor) for tensor in tensors]
     chunks, _ = chunks_of([part.numel() for part in parts], 0)
     return [check_sum([parts[tensor][start:stop] for tensor, start, stop in chunk]) for chunk in chunks]
 
 
 def wrong_chunks(tree: dict[str, Any]) -> list[int]:
-    """Return the numbers of the chunks of a snapshot whose check sums are wrong."""
+    """Return the numbers of the chunks of a snapshot whose data do not match their check sums.
+
+    Raises Disagreement if the snapshot has another number of check sums than chunks.
+    """
     found = checks_of(flatten(tree["state"])[1])
     if len(found) != len(tree["checks"]):
         raise Disagreement(f"a snapshot has {len(found)} chunks, but {len(tree['checks'])} check sums")
@@ -31,13 +34,14 @@ def wrong_chunks(tree: dict[str, Any]) -> list[int]:
 
 
 class Copy:
-    """A tree to be copied: its plain values are those at construction, its tensors those during ``make``."""
+    """Copy of a tree: plain values are copied at construction, tensors when ``make`` is called."""
 
     def __init__(self, tree: Any) -> None:
         self._text, self.tensors = flatten(tree)
 
     def make(self, place: Place, stay: Callable[[], None]) -> Any:
-        """Return a copy of the tree in host tensors that ``place`` returns; ``stay`` raises to give up."""
+        """Return a copy of the tree in host tensors that ``place`` returns; ``stay`` is called often, and raises to
+        stop."""
         copied, own = unflatten(self._text, place)
         with torch.no_grad():
             for target, source in zip(own, self.tensors, strict=True):
@@ -47,7 +51,7 @@ class Copy:
 
 
 def apart(tree: Any) -> Any:
-    """Return the tree to load a state from: tensors that an optimizer may keep (those of one number) are copies."""
+    """Return a tree from which a state can be loaded: scalar tensors, which an optimizer may keep, are copies."""
     text, tensors = flatten(tree)
     left = iter(tensors)
 
@@ -59,9 +63,9 @@ def apart(tree: Any) -> Any:
 
 
 def room(before: Any) -> Place:
-    """Return a function that reuses the memory of an unused tree where it fits, since new memory takes long to get.
+    """Return a function that allocates host tensors, and reuses the memory of the unused tree ``before`` where it fits.
 
-    Forked processes do not inherit new memory: a data loader would keep its old contents in addition to the new ones.
+    New memory takes long to get.  Forked processes do not inherit it: a data loader would keep the old contents alive.
     """
     not_forked = partial(new_memory, advice=mmap.MADV_DONTFORK)
 

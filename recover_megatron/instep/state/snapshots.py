@@ -1,14 +1,14 @@
-"""Snapshots that one worker keeps in host memory: of its own state, and of positions in other domains.
+"""Snapshots in the host memory of one worker: of its own state, and of states of workers in other failure domains.
 
-    begin(V)   in a thread: copy the own state, compute check sums, offer the copy to its keeper; fetch others' states
+    begin(V)   in a thread: copy the own state, compute check sums, offer the copy to another worker; fetch other states
     copied     wait until the memory passed to begin(V) may be written again
     finish     wait until all parts for this worker have arrived intact  --on all workers--> settle: V is complete
-    begin(V')  overwrite snapshots older than the newest complete one; V stays until V' is complete
-    told       the worker joins an epoch: report its parts; parts that have not arrived by then are abandoned
-    follow     take up a plan: which snapshot is complete among live workers; at a rollback, which remain valid
+    begin(V')  overwrite all snapshots except the newest complete one, V, which is kept until V' is complete
+    told       report the parts to the epoch that this worker joins; abandon parts that have not arrived
+    follow     adopt a plan, which says which snapshot is complete; after a rollback, drop snapshots that are invalid
     load       for a rollback: return a part from the own copy or from any holder; every chunk is checked
 
-A snapshot is the tree that a newcomer receives (`state_holder`), with a check sum of each of its chunks.
+A snapshot part is the tree that a newcomer receives (`state_holder`), with a check sum for each chunk.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 FAILED = "failed"
-"""Key of the reason that is sent instead of a snapshot that could not be taken."""
+"""Key, in a tree that replaces a snapshot part, of the reason why the part could not be taken."""
 LOOK_SECONDS = 0.05
-"""Seconds between two calls of ``stay``, which raises to give up, while ``finish`` waits for parts."""
+"""Seconds between two calls of ``stay`` while ``finish`` waits for parts."""
 
 
 class Stopped(InStepError):
-    """Raised in the background thread when its snapshot is not needed any more."""
+    """Raised in the background thread when the snapshot that it takes is not needed any more."""
 
 
 @dataclass
 class Held:
-    """A complete part of a snapshot that this worker holds."""
+    """Complete part of a snapshot, held in this worker's memory."""
 
     part: int
     name: SnapshotName
     parts: int
     tree: dict[str, Any]
-    """Keys: "checks" and "state"."""
+    """Tree with the keys "checks" (check sum of each chunk) and "state"."""
     offer: Offer
 
     @property
@@ -64,13 +64,13 @@ class Held:
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the part's tensors."""
         return sum(tensor.nbytes for tensor in flatten(self.tree)[1])
 
 
 @dataclass
 class _Job:
-    """Background work for one snapshot."""
+    """State of the background work for one snapshot."""
 
     taking: Taking
     began: float = field(default_factory=time.monotonic)
@@ -78,7 +78,7 @@ class _Job:
     whole: bool = False
     seconds: float = 0.0
     copied: threading.Event = field(default_factory=threading.Event)
-    """Set once the snapshot no longer reads the training's memory."""
+    """Set when the background thread has read all it needs from the training's memory."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def stay(self) -> None:
@@ -88,21 +88,21 @@ class _Job:
 
 @dataclass(eq=False)
 class SnapshotStore:
-    """Snapshots of one worker.  The main thread calls it; a spare's thread calls ``told`` and ``follow``, too."""
+    """Snapshots that one worker holds.  Called by the main thread; ``told`` and ``follow`` also by a spare's thread."""
 
     _comm_config: CommunicationConfig
     _inject: Callable[[str, int | None], None]
-    """Called when a snapshot is about to be sent, and when all parts have come: see ``Hooks.inject``."""
+    """``Hooks.inject``, called before a snapshot is sent, and after all parts have arrived."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _held: list[Held] = field(default_factory=list, init=False)
     _sure: SnapshotName | None = field(default=None, init=False)
-    """The newest snapshot that is known to be complete."""
+    """Name of the newest snapshot that is known to be complete; None: no snapshot is complete."""
     _of: int = field(default=0, init=False)
-    """The epoch of the present timeline, to which all held snapshots belong."""
+    """Epoch of the present timeline, to which all held snapshots belong."""
     _epoch: int = field(default=0, init=False)
-    """The newest epoch that this worker has followed, or in which it has begun a snapshot."""
+    """Newest epoch of which this worker has a plan, or in which it has begun a snapshot."""
     _over: int = field(default=0, init=False)
-    """The newest epoch that is over for this worker."""
+    """Newest epoch that is over for this worker: no snapshot is taken in it or in earlier epochs."""
     _spoiled: set[tuple[int, int]] = field(default_factory=set, init=False)
     _job: _Job | None = field(default=None, init=False)
     _jobs: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue, init=False)
@@ -110,25 +110,25 @@ class SnapshotStore:
     interval: int = field(default=0, init=False)
     """Iterations between two snapshots, the same on all workers; 0: not decided yet."""
     wanted: bool = field(default=False, init=False)
-    """True if any plan of this run so far wanted snapshots."""
+    """True if any plan so far requires snapshots."""
 
     @property
     def size(self) -> int:
-        """Bytes of the parts that are held."""
+        """Bytes of all parts that this worker holds."""
         with self._lock:
             return sum(one.size for one in self._held)
 
     # ---- with the epochs
 
     def told(self) -> dict[str, Any]:
-        """Return this worker's fields of ``JoinStatus``: from now on no part is added before the next plan."""
+        """Return the snapshot fields of this worker's ``JoinStatus``; no part is added until the next plan."""
         with self._lock:
             self._over = self._epoch
             if self._job is not None:
                 self._job.stopped = True
             job = self._job
         if job is not None:
-            job.copied.wait()  # after the next epoch has begun, the caller may overwrite the memory being copied
+            job.copied.wait()  # in the next epoch the caller may overwrite the memory that is being copied
         with self._lock:
             snapshots: tuple[Snapshot, ...] = tuple(
                 (one.part, one.iteration, self._of, one.name[1], one.parts) for one in self._held
@@ -140,7 +140,7 @@ class SnapshotStore:
             }
 
     def follow(self, decision: Decision) -> None:
-        """Take up the plan of an epoch that this worker has joined; drop snapshots that a rollback made invalid."""
+        """Adopt the plan of an epoch that this worker has joined; drop snapshots that a rollback made invalid."""
         kept, (epoch, last) = decision.kept, decision.timeline
         with self._lock:
             self._epoch = max(self._epoch, decision.epoch)
@@ -162,7 +162,7 @@ class SnapshotStore:
         return dropped
 
     def _give(self, one: Held) -> None:
-        """Offer a part to workers that roll back."""
+        """Offer the part ``one`` to workers that load it for a rollback."""
         self._comm_config.offers.put(self._key(one.part, one.name), one.offer)
 
     def _key(self, part: int, name: SnapshotName) -> str:
@@ -170,25 +170,25 @@ class SnapshotStore:
 
     @property
     def newest(self) -> int | None:
-        """Iteration of the newest snapshot that is known to be complete; None: there is none."""
+        """Iteration of the newest snapshot that is known to be complete; None: no snapshot is complete."""
         with self._lock:
             return None if self._sure is None else self._sure[0]
 
     # ---- a snapshot is taken
 
     def begin(self, taking: Taking, own: Mapping[int, Any], others: Mapping[int, tuple[int, str]]) -> None:
-        """Begin to take a snapshot; the caller must not write to the memory passed here before ``copied`` returns.
+        """Begin to take a snapshot; the caller must not write to the tensors of ``own`` before ``copied`` returns.
 
-        No snapshot is taken if its epoch is over, which the spare's thread may know before the main thread.
+        No snapshot is taken if the epoch is over, which the spare's thread may know before the main thread.
 
-        ``own``: the parts that this worker gives to others, or has in the same state as their giver.  ``others``:
-        part -> its giver, and the address of the giver's peer store.
+        ``own``: part -> state, for parts that this worker takes itself.  ``others``: part -> (sender, address of the
+        sender's peer store), for parts that this worker fetches.
         """
         self._stop()
         copies = {part: Copy(tree) for part, tree in own.items()}
         gpu = gpu_of(tensor for copy in copies.values() for tensor in copy.tensors)
         ready = functools.partial(beside, gpu, made_so_far(gpu))
-        if self._thread is None:  # one for all snapshots: starting a thread waits until it runs
+        if self._thread is None:  # one thread for all snapshots, since ``start`` waits until the thread runs
             self._thread = threading.Thread(target=self._work, name="snapshot", daemon=True)
             self._thread.start()
         with self._lock:
@@ -203,12 +203,12 @@ class SnapshotStore:
         self._jobs.put(functools.partial(self._run, job, to_copy, ready, others, unused))
 
     def copied(self) -> None:
-        """Wait until the memory passed to the last ``begin`` is not read any more.  Raises nothing."""
+        """Wait until the background thread has read all memory passed to the last ``begin``.  Raises nothing."""
         if self._job is not None:
             self._job.copied.wait()
 
     def _stop(self) -> None:
-        """Stop the background work; the thread writes nothing after this returns."""
+        """Stop the background work; after the return the thread writes to no memory."""
         with self._lock:
             if self._job is not None:
                 self._job.stopped = True
@@ -235,16 +235,16 @@ class SnapshotStore:
                     if FAILED in tree:
                         raise Disagreement(f"worker {giver} failed to take its snapshot: {tree[FAILED]}")
                     if wrong := wrong_chunks(tree):
-                        raise Disagreement(f"chunks {wrong} from worker {giver} differ from those that it had taken")
+                        raise Disagreement(f"chunks {wrong} from worker {giver} do not match their check sums")
                     self._add(job, part, tree)
             job.seconds = time.monotonic() - job.began
             job.whole = True
             self._inject("snapshot", job.taking.iteration + 1)
         except Stopped:
-            pass  # after the next plan a new snapshot is taken
+            pass  # a new snapshot is taken after the next plan
         except Exception as error:  # noqa: BLE001  the thread must survive; the previous snapshot remains valid
             what = f"the snapshot after iteration {job.taking.iteration}"
-            log.warning(f"{what} failed, the run keeps the previous one: {type(error).__name__}: {error}")
+            log.warning(f"{what} failed; the run keeps the previous snapshot: {type(error).__name__}: {error}")
         finally:
             job.copied.set()
             job.over.set()
@@ -256,7 +256,8 @@ class SnapshotStore:
         ready: Callable[[Callable[[], None]], AbstractContextManager[None]],
         unused: dict[int, Any],
     ) -> None:
-        """Copy and offer the parts that this worker gives.  ``to_copy``: None for a part that is held already."""
+        """Copy this worker's own parts, and offer them.  ``to_copy``: part -> copy to make; None: the part is held
+        already."""
         given: set[int] = set()
         try:
             with ready(job.stay):
@@ -277,7 +278,7 @@ class SnapshotStore:
         except Stopped:
             raise
         except Exception as error:
-            for part in set(to_copy) - given:  # so that no keeper waits for this part
+            for part in set(to_copy) - given:  # so that no other worker waits for this part
                 self._comm_config.offers.put(_on_its_way(job, part), Offer({FAILED: str(error)}))
             raise
 
@@ -295,9 +296,10 @@ class SnapshotStore:
             return next((one for one in self._held if (one.part, one.name) == (part, job.taking.name)), None)
 
     def finish(self, epoch: int, stay: Callable[[], None]) -> tuple[bool, float]:
-        """Wait for the parts of this epoch's snapshot; return whether all have arrived, and how many seconds it took.
+        """Wait for the parts of the snapshot begun in ``epoch``; return (whether all have arrived, seconds that it
+        took).
 
-        ``stay``: called meanwhile; raises to give up.
+        ``stay``: called every ``LOOK_SECONDS`` during the wait; raises to stop the wait.
         """
         job = self._job
         if job is None or job.taking.epoch != epoch:
@@ -307,7 +309,8 @@ class SnapshotStore:
         return job.whole, job.seconds
 
     def settle(self) -> None:
-        """Mark the last snapshot begun as complete, after all workers have reported their parts."""
+        """Mark the last begun snapshot as complete; call it after all workers have reported that ``finish``
+        succeeded."""
         assert self._job is not None
         with self._lock:
             self._sure = self._job.taking.name
@@ -315,10 +318,10 @@ class SnapshotStore:
     # ---- a snapshot is loaded
 
     def load(self, part: int, kept: Kept, stay: Callable[[], None]) -> tuple[Any, int]:
-        """Return the state of a part, and the number of bytes received from other workers.
+        """Return the state of snapshot part ``part``, and the number of bytes received from other workers.
 
-        Without an intact copy raises ``Spoiled`` if some holder's copy is corrupted, else ``PeerLost`` or
-        ``Disagreement``.  Raises what ``stay`` raises.
+        If no holder has an intact copy, raises ``Spoiled`` if some copy is corrupted, else ``PeerLost`` or
+        ``Disagreement``.  Also raises what ``stay`` raises.
         """
         errors: list[Exception] = []
         name = kept.iteration, kept.taken
