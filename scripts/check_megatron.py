@@ -1,13 +1,18 @@
-"""Check that recover_megatron can wrap the functions of a given Megatron, whose sources are read, not imported.
+"""Check that recover_megatron can wrap the functions of a given version of Megatron.
 
-    python scripts/check_megatron.py CHECKOUT          # of Megatron-LM or Megatron-Bridge, or an unpacked wheel
-    python scripts/check_megatron.py CHECKOUT --json   # the parameters, as tests/megatron_hooks/bridge_parameters.json
+    python scripts/check_megatron.py CHECKOUT          # folder of Megatron-LM or Megatron-Bridge, or an unpacked wheel
+    python scripts/check_megatron.py CHECKOUT --json   # print the parameters of the functions as JSON
 
-Prints one line for every function that is wrapped or replaced: it fits; it fits, but its body differs from the
-installed Megatron (read the change); it does not fit.  Functions that the host device changes are listed, too, because
-a fix that does not fit ends every run without a GPU.  Then the script checks the names that the hooks read: a name in a
-module or class must be in that module or class, a name of another object anywhere.  Exit code 0: everything fits; 1:
-misfits are listed, with reasons.
+The script reads the sources of that Megatron, and does not import them.  It prints a line for every function that
+recover_megatron or its host device wraps or replaces:
+
+    fits                     the function has the expected parameters
+    fits, its body changed   the body differs from the installed Megatron: a person must read the change
+    does not fit             the function is missing, or has other parameters
+
+Then the script checks the names that the hooks read.  If the hooks read a name from a module or class, this module or
+class must define it; if they read it from another object, it must occur anywhere in the sources.  Exit code 0:
+everything fits; 1: misfits are listed, with reasons.
 """
 
 from __future__ import annotations
@@ -30,20 +35,23 @@ from recover_megatron.megatron_hooks.loop.megatron_lm import SEAMS
 
 PACKAGE = Path(recover_megatron.__file__).parent
 Found = tuple[str, ast.AST]
-"""Module and node of a definition.  The node is an empty module for a module, and if the sources are missing."""
+"""(module, syntax tree of a definition in it); the tree is empty for a module, and if the sources are missing."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
 class Sources:
-    """Sources of a Megatron.  ``root``: the folder that contains ``megatron/``."""
+    """Sources of one version of Megatron.  ``root``: the folder that contains ``megatron/``."""
 
     root: Path
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
     _known: dict[tuple[str, str], Found | None] = field(default_factory=dict)
 
     def tree(self, module: str) -> ast.Module | None:
-        """Return the syntax tree of a module; None if it does not exist; empty for a folder without ``__init__.py``."""
+        """Return the syntax tree of a module; None if the module does not exist.
+
+        For a folder without ``__init__.py`` the tree is empty.
+        """
         if module not in self._trees:
             path = self.root.joinpath(*module.split("."))
             files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
@@ -52,10 +60,13 @@ class Sources:
         return self._trees[module]
 
     def find(self, module: str, name: str) -> Found | None:
-        """Return the definition of ``name``, which may have dots, in ``module``; None if there is none."""
+        """Return the definition of ``name`` in ``module``; None if ``module`` does not define it.
+
+        ``name`` may have dots, such as ``Class.method``.  Imports are followed.
+        """
         head, _, rest = name.partition(".")
         if (module, head) not in self._known:
-            self._known[module, head] = None  # ends the search if modules import each other
+            self._known[module, head] = None  # so that the search ends if modules import each other
             self._known[module, head] = self._look(module, head)
         found = self._known[module, head]
         if found is None or not rest:
@@ -91,27 +102,30 @@ class Sources:
         return (module, own[0]) if own else next(iter(bases), None)
 
     def function(self, seam: Seam) -> ast.AST | None:
-        """Return the definition of a seam; None if missing, an empty module if it is imported from other sources."""
+        """Return the definition of a seam; None if it is missing.
+
+        If Megatron imports the function from other sources, the result is an empty module.
+        """
         found = self.find(seam.module, seam.name)
         if found is None and seam.formerly:
             found = self.find(seam.module, f"{seam.formerly}.{seam.name.rpartition('.')[2]}")
         return found and found[1]
 
     def body(self, seam: Seam) -> str:
-        """Return the parameters and the body of a function as text that can be compared."""
+        """Return the parameters and the body of a seam's function as text to compare; "" if it is no function."""
         node = self.function(seam)
         if not isinstance(node, Function):
             return ""
         return "\n".join(map(ast.dump, [node.args, *node.body[ast.get_docstring(node) is not None :]]))
 
     def words(self) -> set[str]:
-        """Return all names in the code, and all flags, written as names with underscores."""
+        """Return all words of the code; a flag such as ``--tensor-size`` is returned as ``tensor_size``."""
         texts = (path.read_text(encoding="utf-8") for path in sorted(self.root.glob("megatron/[ct]*/**/*.py")))
         return {word.lstrip("-").replace("-", "_") for text in texts for word in re.findall(r"--[a-z0-9-]+|\w+", text)}
 
 
 def _flat(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes inside a module or class, but not those inside its functions and classes."""
+    """Yield the nodes inside a module or class, without the nodes inside functions and nested classes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, Function | ast.ClassDef):
@@ -119,7 +133,7 @@ def _flat(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _defines(node: ast.AST) -> str:
-    """Return the name that ``node`` defines (a function, class or assignment's target); empty if it defines none."""
+    """Return the name of the function, class or variable that ``node`` defines; "" if it defines none."""
     if isinstance(node, Function | ast.ClassDef):
         return node.name
     is_set = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -127,7 +141,10 @@ def _defines(node: ast.AST) -> str:
 
 
 def signatures(sources: Sources, wanted: Sequence[Seam]) -> dict[str, list[str] | None]:
-    """Return wrapped function -> its parameters; empty if it is from other sources, None if it does not exist."""
+    """Return full name of each function in ``wanted`` -> names of its parameters; None if it does not exist.
+
+    If Megatron imports the function from other sources, the list is empty.
+    """
     found = {}
     for seam in wanted:
         node = sources.function(seam)
@@ -138,7 +155,10 @@ def signatures(sources: Sources, wanted: Sequence[Seam]) -> dict[str, list[str] 
 
 
 def misfits(found: dict[str, list[str] | None], wanted: Sequence[Seam]) -> dict[str, str]:
-    """Return function that does not fit -> reason.  A function from other sources is only checked when a run starts."""
+    """Return name of each function that does not fit -> reason.
+
+    A function that Megatron imports from other sources is not checked here, only when a run starts.
+    """
     reasons = {}
     for name, seam in ((f"{seam.module}.{seam.name}", seam) for seam in wanted):
         one = found[name]
@@ -148,9 +168,9 @@ def misfits(found: dict[str, list[str] | None], wanted: Sequence[Seam]) -> dict[
 
 
 def fixed(*versions: Sources) -> dict[str, tuple[Seam, str | None]]:
-    """Return function that a host device fix expects -> its seam, and its parameters separated by spaces (None: any).
+    """Return name of each function that a fix of the host device changes -> (its seam, expected parameters).
 
-    Fixes of modules that none of ``versions`` has are left out.
+    The parameters are separated by spaces; None: any parameters.  A fix is left out if no version has its module.
     """
     return {
         f"{fix.module_name}.{name}": (Seam(fix.module_name, name), parameters)
@@ -161,7 +181,7 @@ def fixed(*versions: Sources) -> dict[str, tuple[Seam, str | None]]:
 
 
 def unfixable(found: dict[str, list[str] | None], wanted: dict[str, tuple[Seam, str | None]]) -> dict[str, str]:
-    """Return function that the host device cannot change -> reason."""
+    """Return name of each function that the host device cannot change -> reason."""
     return {
         name: f"{name} has parameters ({', '.join(one)}), the host device expects ({', '.join(parameters.split())})"
         for name, (_, parameters) in wanted.items()
@@ -170,9 +190,10 @@ def unfixable(found: dict[str, list[str] | None], wanted: dict[str, tuple[Seam, 
 
 
 def reads(tested: Sources) -> tuple[set[tuple[str, str]], set[str]]:
-    """Return the names that the hooks read of Megatron: (module, name) if the module is known, else names alone.
+    """Return the names of Megatron that the hooks read: a set of (module, name), and a set of names alone.
 
-    Names that ``tested`` lacks are left out, because the hooks also probe for names of other versions.
+    The second set has the names that are read from objects whose module is unknown.  Names that ``tested`` does not
+    have are left out, because the hooks also look for names of other versions.
     """
     exact, anywhere, ours = set(), set(), set()
     for file in sorted(PACKAGE.rglob("*.py")):
@@ -195,7 +216,7 @@ def reads(tested: Sources) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def _asked(node: ast.AST) -> tuple[str, list[str]]:
-    """Return the object and the attributes that this node reads or sets, if any."""
+    """Return the object (as code) whose attributes this node reads or sets, and these attributes; else ("", [])."""
     if isinstance(node, ast.Attribute):
         return ast.unparse(node.value), [node.attr]
     if isinstance(node, ast.Call) and node.args:
@@ -208,7 +229,7 @@ def _asked(node: ast.AST) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    """Print the seams that fit and those that do not."""
+    """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {recover_megatron.__version__}")
     parser.add_argument("checkout", type=Path)
@@ -220,7 +241,7 @@ def main() -> int:
     of_host: dict[str, tuple[Seam, str | None]] = {}
     newer = False
     if is_bridge := (root / "megatron" / "bridge").is_dir():
-        from recover_megatron.megatron_hooks.loop.bridge import seams  # imports Megatron, which takes long
+        from recover_megatron.megatron_hooks.loop.bridge import seams  # imports Megatron, which takes seconds
 
         wanted = seams()
     elif (root / "megatron" / "core").is_dir():
@@ -231,12 +252,12 @@ def main() -> int:
             files = (one.root / "megatron/core/package_info.py" for one in (sources, tested))
             one, installed = map(monkeypatch.read_version, files)
             newer = monkeypatch.parse_release(one) >= monkeypatch.parse_release(installed)
-            headline = f"Megatron {one}, compared with {installed}"
+            headline = f"Megatron {one}, compared with the installed Megatron {installed}"
         of_host = fixed(sources, *[tested] * newer)
         wanted = [*(seam for one in SEAMS.values() for seam in one), *of_core.values()]
         wanted += [seam for seam, _ in of_host.values() if seam not in wanted]
     else:
-        parser.error(f"{given.checkout} has neither megatron/core nor megatron/bridge")
+        parser.error(f"{given.checkout} contains neither megatron/core nor megatron/bridge")
     found = signatures(sources, wanted)
     why = misfits(found, wanted) | unfixable(found, of_host)
     if given.json:
@@ -253,7 +274,7 @@ def main() -> int:
         exact, anywhere = reads(tested)
         reasons += [f"{'.'.join(one)} does not exist" for one in sorted(exact) if sources.find(*one) is None]
         reasons += [f"the name {name} no longer occurs" for name in sorted(anywhere - sources.words())]
-        print(f"read by name: {len(exact)} of modules and classes, {len(anywhere)} of other objects")
+        print(f"checked names that hooks read: {len(exact)} of modules and classes, {len(anywhere)} of other objects")
     for reason in reasons:
         print(f"does not fit: {reason}", file=sys.stderr)
     print("not all fit" if reasons else "all fit")

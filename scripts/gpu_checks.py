@@ -1,5 +1,8 @@
-"""Python part of gpu_checks.sh.  Every check has separate processes and a deadline, so that the other checks still
-run if a check hangs or crashes.  DIR/results.json contains the result of each check."""
+"""Checks of recover_megatron on NVIDIA GPUs, started by gpu_checks.sh.
+
+Every check runs in separate processes with a deadline, so that the other checks still run if it hangs or crashes.  The
+results are written to ``results.json`` in the folder of ``--keep``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python does this itself unless PYTHONSAFEPATH is set
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python does not do this if PYTHONSAFEPATH is set
 
 import torch
 from lib.gpu_ranks import kills, one_queue, two
@@ -59,14 +62,14 @@ CHECKS: list[tuple[str, Callable[[Place], str]]] = [
 
 
 def run(check: Callable[[Place], str], place: Place) -> tuple[str, str]:
-    """Run one check; return the result and the measured numbers, both texts for the table."""
+    """Run one check; return two texts for the table: the result, and the numbers that the check has measured."""
     if time.monotonic() > place.deadline - 10:
-        return "FAILED: no time was left for this check (--keep DIR --resume runs it)", ""
+        return "FAILED: no time was left for this check; call again with --keep DIR --resume to run it", ""
     try:
         return "ok", check(place)
     except NotRun as why:
         return str(why), ""
-    except Exception as error:  # noqa: BLE001  an unexpected error fails this check only
+    except Exception as error:  # noqa: BLE001  an unexpected error must not prevent the other checks
         return f"FAILED: {'' if isinstance(error, Failed) else f'{type(error).__name__}: '}{error}", ""
 
 
@@ -75,7 +78,7 @@ def _row(*cells: str) -> None:
 
 
 def why_not() -> tuple[str, int, int]:
-    """Return (reason why the checks cannot run, exit status, GPUs); ("", 0, n) if they can."""
+    """Return (reason why the checks cannot run, exit status, number of GPUs); the reason is "" if they can run."""
     try:
         gpus = driver_device_count()
     except CudaBroken as broken:
@@ -92,14 +95,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog=prog, description="Check recover_megatron on NVIDIA GPUs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, runs and results in DIR")
-    parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the checks whose name contains TEXT")
-    parser.add_argument("--seconds", type=float, default=900.0, help="limit for all checks of this call (%(default)g)")
+    parser.add_argument("--resume", action="store_true", help="run only the checks that have not passed in --keep DIR")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only the checks whose name contains TEXT")
+    parser.add_argument("--seconds", type=float, default=900.0, help="time limit for all checks (default: %(default)g)")
     parser.add_argument("--rehearse", action="store_true", help="run the checks on the host device, without a GPU")
     options = parser.parse_args()
     if options.resume and options.keep is None:
         parser.error("--resume needs --keep DIR, the folder of the previous call")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # child processes are stopped at exit
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a normal exit stops the child processes
     reason, status, gpus = ("", 0, 1) if options.rehearse else why_not()
     if options.rehearse:
         print("rehearsal on the host device: these results say nothing about a GPU\n")

@@ -1,20 +1,22 @@
-"""Check that tests fail when the protocol has a bug: apply deliberate bugs, and run the tests that must catch them.
+"""Mutation test: insert deliberate bugs, and check that the tests catch them.
 
-    python scripts/mutation_check.py                       # all of them: minutes, since some train with real deaths
+    python scripts/mutation_check.py                       # all mutations; takes minutes, as some tests train
     python scripts/mutation_check.py --only NAME --only NAME
     python scripts/mutation_check.py --list                # list the mutations and the promises that they break
 
-A mutation is an entry of tests/mutations/mutations.toml: a short text of the product, its replacement, and tests, at
-least one of which must fail with it.  It is applied to a copy of the working tree (tracked files, and untracked ones
-that git does not ignore), never to the tree itself.  First all named tests run in an unchanged copy: a test that fails
-anyway proves nothing.  The verdicts are written to docs/data/mutations.json, where they replace older verdicts on the
-same mutations; scripts/reference.py makes a page of that file.
+A mutation is an entry of tests/mutations/mutations.toml.  It names a short text of the product, a replacement that is
+wrong, and tests; with the replacement, at least one of these tests must fail.  The mutation is applied to a copy of the
+working tree (tracked files, and untracked files that git does not ignore), never to the tree itself.
+
+First all named tests run in an unchanged copy, because a test that fails without a mutation proves nothing.  The
+verdicts are written to docs/data/mutations.json, where they replace older verdicts on the same mutations;
+scripts/reference.py makes a page of that file.
 
     caught      a named test failed
     survived    all named tests passed: no test checks this promise
-    no verdict  pytest could not run the tests (renamed test, module that does not load), or they did not end in time
+    no verdict  pytest could not run the tests, for example because a test was renamed, or they exceeded the time limit
 
-Exit status: 0 if all mutations are caught, 1 if not, 2 if the list does not fit the tree, or a test fails without a
+Exit status: 0 if all mutations are caught, 1 if not, 2 if a mutation does not fit the tree, or a test fails without a
 mutation.
 """
 
@@ -47,7 +49,7 @@ LIST = Path("tests/mutations/mutations.toml")
 VERDICTS = Path("docs/data/mutations.json")
 PRODUCT = "recover_megatron"
 ALL = {"RECOVER_TESTS": "all", "RECOVER_MATRIX": "all"}
-"""Environment variables that run all tests of long families, not only the tests that CI draws (tests/drawn.py)."""
+"""Environment variables that make pytest run all tests, also those that CI only samples (tests/drawn.py)."""
 _running: set[subprocess.Popen[bytes]] = set()
 _stopped = Event()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -55,7 +57,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Edit:
-    """Replacement of text ``old``, found once in ``file``, by ``new``."""
+    """Replacement of the text ``old`` by ``new`` in ``file``, where ``old`` must occur exactly once."""
 
     file: str
     old: str
@@ -64,9 +66,10 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """Deliberate bug.  ``tests``: node ids of pytest; at least one of these tests must fail.
+    """Deliberate bug.  ``promise``: statement about the product that the bug breaks.
 
-    ``of_all``: CI leaves these tests out; they run as in ``scripts/test.sh --all``.
+    ``tests``: node ids of pytest; at least one of these tests must fail.  ``of_all``: True if CI leaves out some of
+    these tests, so that they must run with the environment ``ALL``, as in ``scripts/test.sh --all``.
     """
 
     name: str
@@ -78,7 +81,10 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a mutation.  ``by``: the test that failed; ``output``: pytest's output."""
+    """Result of a mutation: caught, survived or no verdict.
+
+    ``by``: node id of the test that failed first, "" if none failed.  ``output``: pytest's output.
+    """
 
     mutation: Mutation
     result: str
@@ -88,7 +94,7 @@ class Verdict:
 
 
 def read(path: Path) -> list[Mutation]:
-    """Read the entries of a list.  Raises KeyError if an entry lacks a required key."""
+    """Read the mutations of a TOML file such as ``LIST``.  Raises KeyError if an entry lacks a required key."""
     return [
         Mutation(
             entry["name"],
@@ -105,7 +111,7 @@ def read(path: Path) -> list[Mutation]:
 
 
 def problems(mutation: Mutation, root: Path) -> list[str]:
-    """Return the reasons why a mutation cannot be applied in the tree at ``root``; empty if it can."""
+    """Return the reasons why a mutation cannot be applied to the tree at ``root``; [] if it can."""
     found = [why for edit in mutation.edits if (why := _why_not(edit, root))]
     found += [f"test {test} does not exist" for test in mutation.tests if not exists(test, root)]
     found += ["it names no test"] * (not mutation.tests)
@@ -119,9 +125,9 @@ def _why_not(edit: Edit, root: Path) -> str:
     if count == 1:
         return ""
     if count > 1:
-        return f"its text occurs {count} times in {edit.file}: make it longer\n{edit.old}"
+        return f"its text occurs {count} times in {edit.file}: make the text longer, so that it is unique\n{edit.old}"
     others = [path.relative_to(root) for path in sorted((root / PRODUCT).rglob("*.py")) if _count(path, edit.old)]
-    where = f"it is now in {', '.join(map(str, others))}" if others else "find the rewritten code of the same rule"
+    where = f"it is now in {', '.join(map(str, others))}" if others else "find the rewritten code of this rule"
     return f"its text does not occur in {edit.file}; {where}\n{edit.old}"
 
 
@@ -130,7 +136,7 @@ def _count(path: Path, text: str) -> int:
 
 
 def exists(test: str, root: Path) -> bool:
-    """Return whether the test's file or function exists; parameters in brackets are not checked."""
+    """Return whether the file and the function of a pytest node id exist; parameters in brackets are not checked."""
     path, *names = test.split("[")[0].split("::")
     return names[-1] in _functions(root / path) if names else (root / path).is_file()
 
@@ -160,7 +166,10 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
-    """Run the mutation's tests in a copy of ``root`` with the mutation, until the first one fails."""
+    """Apply the mutation to a copy of ``root``, and run its tests there until the first test fails.
+
+    ``limit``: time limit in seconds.
+    """
     with copied(root) as tree:
         for edit in mutation.edits:
             path = tree / edit.file
@@ -175,7 +184,10 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
 
 
 def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = False) -> tuple[int | None, str]:
-    """Run pytest in ``tree``; return its exit status (None: stopped after ``limit`` seconds) and output."""
+    """Run pytest in ``tree``; return its exit status and its output.
+
+    After ``limit`` seconds pytest is stopped, and the status is None.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-n", "0", f"--basetemp={tree.parent / 'base'}", *arguments]
     inherited = {name: value for name, value in os.environ.items() if name not in ALL}
@@ -188,7 +200,7 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = Fa
         _running.add(process)
         code: int | None = None
         try:
-            if not _stopped.is_set():  # else this process started while Ctrl-C stopped the others
+            if not _stopped.is_set():  # if it is set, this process started while Ctrl-C stopped the other processes
                 code = process.wait(limit)
         except subprocess.TimeoutExpired:
             pass
@@ -201,7 +213,7 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = Fa
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a pytest process as Ctrl-C does, so that its tests stop their processes; then kill it."""
+    """Interrupt a pytest process, so that its tests stop their child processes; after 20 s kill the process."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
         try:
@@ -215,12 +227,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def say(text: str) -> None:
-    """Print progress to standard error, apart from the table."""
+    """Print progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def record(root: Path, verdicts: Sequence[Verdict], jobs: int) -> None:
-    """Write the verdicts to ``VERDICTS``, and drop verdicts on mutations that the list no longer has."""
+    """Add the verdicts to the file ``VERDICTS``; drop verdicts on mutations that are not in ``LIST``.
+
+    ``jobs``: number of mutations that ran at the same time.
+    """
     path = root / VERDICTS
     found = {one["id"]: one for one in (json.loads(path.read_text()) if path.is_file() else ())}
     for its in verdicts:
@@ -237,12 +252,12 @@ def record(root: Path, verdicts: Sequence[Verdict], jobs: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--list", action="store_true", help="list the mutations and their tests, run nothing")
+    parser.add_argument("--list", action="store_true", help="only list the mutations and their tests")
     parser.add_argument("--only", action="append", metavar="NAME", help="run only this mutation; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="number of mutations that run at the same time")
     parser.add_argument("--timeout", type=float, default=400, help="time limit in seconds for the tests of a mutation")
-    parser.add_argument("--no-baseline", action="store_true", help="skip the run of the tests without a mutation")
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help="the working tree")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mutation first")
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help="root of the working tree to test")
     options = parser.parse_args(arguments)
     root: Path = options.root
     mutations = read(root / LIST)
@@ -283,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
     record(root, verdicts, options.jobs)
     left = sum(verdict.result != "caught" for verdict in verdicts)
-    print(f"{len(verdicts) - left} of {len(verdicts)} caught; {root / VERDICTS} has the verdicts.")
+    print(f"{len(verdicts) - left} of {len(verdicts)} mutations caught; the verdicts are in {root / VERDICTS}")
     return 1 if left else 0
 
 

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Create a small corpus of real text for Megatron: byte-level tokens, no tokenizer to download.
+"""Create a small corpus of real text for Megatron, with bytes as tokens, so that no tokenizer is needed.
 
-    python scripts/prepare_corpus.py                                   Python's standard library
+    python scripts/prepare_corpus.py                                   # text: the sources of Python's standard library
     python scripts/prepare_corpus.py --input book.txt notes/ --out data/books
     python scripts/prepare_corpus.py --input pages.jsonl --json-key body
 
-Ids 0 to 255 are the bytes of the text (UTF-8 or any other encoding: bytes are not changed), id 256 ends a document.
-Binary files (a NUL byte near the start) are refused: training on them by mistake is worse than an error.  Megatron's
-own writer writes ``train_document.{bin,idx}`` and ``valid_document.{bin,idx}``; ``corpus.json`` is written last, so a
-corpus is complete if and only if that file exists.  It contains the numbers of documents, bytes and tokens, the flags
-to train with, and the unigram entropy: the validation loss of the best model that knows only the frequency of each byte
-in the training text.
+Token ids 0 to 255 are the bytes of the text, in whatever encoding it has; id 256 ends a document.  The script refuses
+binary files (with a NUL byte near the start), so that no one trains on them by mistake.
+
+It writes ``train_document.{bin,idx}`` and ``valid_document.{bin,idx}`` with Megatron's own writer, and
+``corpus.json`` last: a corpus is complete if and only if this file exists.  The file contains the numbers of documents,
+bytes and tokens, the flags to train with, and the unigram entropy: the validation loss of a model that knows only the
+frequency of each byte in the training text.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LIBRARY_OUT = _ROOT / "data" / "stdlib"
 INPUT_OUT = LIBRARY_OUT.with_name("mine")
 _SNIFFED_BYTES = 8192
 
-# Folders that contain tests or data as Python code, or are not part of the standard library.
+# Folders to leave out: they contain tests or data as Python code, or are not part of the standard library.
 _NOT_LIBRARY = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("encodings", "pydoc_data", "idlelib", "turtledemo", "ensurepip", "lib2to3"),
@@ -54,14 +55,15 @@ _GENERATED = ("_sysconfigdata", "python-config")
 
 
 class CorpusError(Exception):
-    """Error for an input that cannot be used; the message is for the user."""
+    """The input cannot be used; the command prints the message."""
 
 
 def cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float:
     """Return the cross entropy, in nats per token, of a text under a model that knows only frequencies of tokens.
 
-    ``counts``: of each token in the text; ``model_counts``: of each token in the model's text.  Each model count is
-    increased by one, so that a byte which the model never saw has a finite cost.
+    ``counts``: number of occurrences of each token in the text.  ``model_counts``: the same numbers in the text from
+    which the model takes its frequencies.  They are increased by one, so that a byte that does not occur in that text
+    has a finite cost.
     """
     q = (model_counts + 1) / (model_counts.sum() + len(model_counts))
     return float(-(counts / counts.sum() * np.log(q)).sum())
@@ -71,7 +73,7 @@ def megatron_flags(out: Path) -> list[str]:
     """Return the flags with which Megatron reads the corpus in ``out``.
 
     NullTokenizer uses the last id of its vocabulary, 256, as the end of a document.  The embedding is padded to a
-    multiple of 8; a multiple of 128 would waste a third of it.
+    multiple of 8 rows; Megatron's default, a multiple of 128, would waste a third of the embedding.
     """
     data = [f for s in SPLITS for f in (f"--{s}-data-path", str(out.resolve() / f"{s}_document"))]
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY)]
@@ -79,14 +81,20 @@ def megatron_flags(out: Path) -> list[str]:
 
 
 def _fingerprint(sources: Iterable[Path], args: argparse.Namespace) -> str:
-    """Return a hash that changes with the corpus: of the files' paths, sizes and times, and of the options."""
+    """Return a hash of the paths, sizes and modification times of the files, and of the options.
+
+    If it is unchanged, the corpus need not be created again.
+    """
     inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     options = (FORMAT, args.json_key, args.max_mib, args.valid_percent, str(args.out.resolve()))
     return hashlib.sha256(json.dumps([inputs, options]).encode()).hexdigest()
 
 
 def load_if_complete(out: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
-    """Return corpus.json of ``out``; None if there is no complete corpus, or its fingerprint differs."""
+    """Return the content of corpus.json in ``out``; None if ``out`` has no complete corpus.
+
+    ``fingerprint``: return None also if the corpus has another fingerprint.
+    """
     try:
         corpus: dict[str, Any] = json.loads((out / "corpus.json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -95,8 +103,12 @@ def load_if_complete(out: Path, fingerprint: str | None = None) -> dict[str, Any
 
 
 def _write_splits(documents: Iterable[tuple[bytes, bool]], folder: Path) -> dict[str, np.ndarray]:
-    """Write both splits into ``folder`` with Megatron's own writer; return the token counts of each."""
-    with warnings.catch_warnings():  # these warnings name missing GPU kernels, which no writer needs
+    """Write the training and the validation text into ``folder`` with Megatron's writer.
+
+    ``documents``: each with a flag, True for validation text.  Returns split name -> number of occurrences of each
+    token.
+    """
+    with warnings.catch_warnings():  # Megatron warns of missing GPU kernels, which its writer does not need
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         import torch
@@ -119,9 +131,10 @@ def _write_splits(documents: Iterable[tuple[bytes, bool]], folder: Path) -> dict
 
 
 def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Create the requested corpus unless it exists.  Return corpus.json, and True if the corpus existed.
+    """Create the requested corpus if it does not exist.
 
-    Raises CorpusError for inputs that cannot be used, OSError for files that cannot be read or written.
+    Returns the content of corpus.json, and True if the corpus existed.  Raises CorpusError for inputs that cannot be
+    used, OSError for files that cannot be read or written.
     """
     if args.input:
         sources, source = files_of(args.input), ", ".join(map(str, args.input))
@@ -131,7 +144,7 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("a") as lock, tempfile.TemporaryDirectory(prefix=".making-", dir=out) as name:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two concurrent calls would mix their files
+        fcntl.flock(lock, fcntl.LOCK_EX)  # without the lock, two concurrent calls would mix their files
         if corpus := load_if_complete(out, fingerprint):
             return corpus, True
         folder = Path(name)
@@ -146,12 +159,12 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         for split_name, found in counts.items():
             documents_in, tokens = int(found[END_OF_DOCUMENT]), int(found.sum())
             corpus[split_name] = {"documents": documents_in, "bytes": tokens - documents_in, "tokens": tokens}
-        (out / "corpus.json").unlink(missing_ok=True)  # from here the corpus is incomplete, until the new file exists
+        (out / "corpus.json").unlink(missing_ok=True)  # the corpus counts as incomplete until the new file exists
         for split_name in SPLITS:
-            # Megatron caches its sample indices here, by the path of the data, not by its content.
+            # Megatron caches sample indices in this folder by the path of the data: they do not fit the new text.
             shutil.rmtree(out / f"{split_name}_document", ignore_errors=True)
         for file in list(folder.iterdir()):
-            os.replace(file, out / file.name)  # a training that reads the old file keeps it open
+            os.replace(file, out / file.name)  # a training that has the old file open continues to read that file
         (folder / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
         os.replace(folder / "corpus.json", out / "corpus.json")
     return corpus, False
@@ -172,16 +185,16 @@ def python_library() -> list[Path]:
         if _NOT_LIBRARY.isdisjoint(path.relative_to(library).parts) and not path.name.startswith(_GENERATED)
     )
     if not sources:
-        raise CorpusError(f"no Python sources in {library}; give your own text with --input")
+        raise CorpusError(f"no Python sources in {library}; pass your own text with --input")
     return sources
 
 
 def files_of(inputs: Sequence[Path]) -> list[Path]:
-    """Return the files that ``inputs`` name, in their order, sorted by path inside a folder.
+    """Return the files and the files in the folders of ``inputs``, in this order; files of a folder sorted by path.
 
-    In folders, hidden files and binary files are skipped (stderr gets the number of binary files), and symbolic links
-    to folders are not followed.  Raises CorpusError for a path that does not exist, for a binary file in ``inputs``,
-    and if no file is left.
+    In folders, hidden files and binary files are skipped, and symbolic links to folders are not followed.  The number
+    of skipped binary files is printed on stderr.  Raises CorpusError for a path that does not exist, for a binary file
+    in ``inputs``, and if no file is left.
     """
     sources: list[Path] = []
     binary: list[Path] = []
@@ -195,8 +208,8 @@ def files_of(inputs: Sequence[Path]) -> list[Path]:
             raise CorpusError(f"{given}: no such file or folder")
         elif _is_binary(given):
             raise CorpusError(
-                f"{given}: not a text file (a NUL byte or a compressed file's signature in the first {_SNIFFED_BYTES} "
-                "bytes); unpack or convert it first"
+                f"{given}: not a text file, since its first {_SNIFFED_BYTES} bytes contain a NUL byte or the signature "
+                "of a compressed file; unpack or convert the file first"
             )
         else:
             sources.append(given)
@@ -214,9 +227,10 @@ def _is_binary(path: Path) -> bool:
 
 
 def documents_of(sources: Iterable[Path], json_key: str) -> Iterator[bytes]:
-    """Yield the non-empty documents in order: each line of a JSON lines file, any other file as one document.
+    """Yield the non-empty documents of ``sources``, in order.
 
-    Raises CorpusError for an invalid line, naming file and line.
+    Each line of a JSON lines file is a document, with the text under ``json_key``; any other file is one document.
+    Raises CorpusError, with file and line number, for an invalid line.
     """
     for path in sources:
         if path.suffix.lower() in (".jsonl", ".ndjson"):
@@ -233,13 +247,13 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
             where = f"{path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
+            except ValueError as error:  # the line is not JSON, or not UTF-8
                 raise CorpusError(f"{where}: invalid JSON: {error}") from error
             if not isinstance(record, dict):
                 raise CorpusError(f"{where}: expected a JSON object, found a {type(record).__name__}")
             if key not in record:
                 keys = ", ".join(sorted(record)) or "none"
-                raise CorpusError(f"{where}: no key {key!r} (its keys: {keys}); choose one with --json-key")
+                raise CorpusError(f"{where}: no key {key!r}; the keys are: {keys}; choose one with --json-key")
             if not isinstance(record[key], str):
                 raise CorpusError(f"{where}: the value of {key!r} must be a string, not a {type(record[key]).__name__}")
             if text := record[key].encode("utf-8", errors="surrogatepass"):
@@ -247,7 +261,10 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
 
 
 def at_most(documents: Iterable[bytes], mib: float | None) -> Iterator[bytes]:
-    """Yield complete documents until ``mib`` (None: no limit) is full; of a larger first document, yield the start."""
+    """Yield documents as long as their total size is at most ``mib`` MiB; None: no limit.
+
+    If the first document is larger than the limit, yield only its start.
+    """
     total, limit = 0, None if mib is None else int(mib * 2**20)
     for document in documents:
         if limit is not None and total + len(document) > limit:
@@ -259,11 +276,11 @@ def at_most(documents: Iterable[bytes], mib: float | None) -> Iterator[bytes]:
 
 
 def split(documents: Iterable[bytes], valid_percent: float) -> Iterator[tuple[bytes, bool]]:
-    """Yield each document with a flag: True for validation text.  Raises CorpusError without text.
+    """Yield each document with a flag, True for validation text.  Raises CorpusError if there is no text.
 
-    A document's number alone decides its split, so that the split is the same on every machine.  The first document is
-    always training text and the second always validation text, so neither split is empty.  A single document is
-    cut in two at the end of a line.
+    The flag depends only on the document's number, so that it is the same on every machine.  The first document is
+    always training text and the second is always validation text, so neither is empty.  A single document is cut in
+    two at the end of a line.
     """
     numbered = enumerate(documents)
     _, first = next(numbered, (0, b""))
@@ -283,7 +300,10 @@ def split(documents: Iterable[bytes], valid_percent: float) -> Iterator[tuple[by
 
 
 def _line_end(document: bytes, near: int) -> int:
-    """Return where to cut ``document`` into two non-empty parts: after a newline before ``near``, else at ``near``."""
+    """Return the offset at which to cut ``document`` into two non-empty parts.
+
+    This is the end of the last line that ends before ``near``; if there is none, ``near``.
+    """
     if len(document) < 2:
         raise CorpusError("a single document of one byte cannot be split into training and validation text")
     cut = document.rfind(b"\n", 0, near) + 1
@@ -296,21 +316,22 @@ def _line_end(document: bytes, near: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0, or 1 after an error message on stderr."""
     parser = argparse.ArgumentParser(
-        prog=None if (_ROOT / "pyproject.toml").is_file() else "recover-tools corpus",  # in an installed package
+        # An installed package has no pyproject.toml; users then call this script as ``recover-tools corpus``.
+        prog=None if (_ROOT / "pyproject.toml").is_file() else "recover-tools corpus",
         description="Create a byte-level corpus of real text for Megatron.",
-        epilog="Text is copied byte by byte, in any encoding. In JSON lines (.jsonl, .ndjson) every line is a "
+        epilog="Text is copied byte by byte, in any encoding. In JSON lines files (.jsonl, .ndjson) every line is a "
         "document; any other file is one document. Binary files in folders are skipped.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--input", type=Path, nargs="+", metavar="PATH", help="text files, folders, .jsonl files")
-    parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
+    parser.add_argument("--input", type=Path, nargs="+", metavar="PATH", help="text files, .jsonl files or folders")
+    parser.add_argument("--json-key", default="text", help="key of the text in each JSON line (default: text)")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="default: data/stdlib, or data/mine with --input; with recover-tools corpus: data/corpus",
+        help="folder of the corpus (default: data/stdlib; with --input data/mine; in recover-tools corpus data/corpus)",
     )
-    parser.add_argument("--max-mib", type=float, help="maximum size of the text, in complete documents")
+    parser.add_argument("--max-mib", type=float, help="maximum size of the text in MiB; later documents are left out")
     parser.add_argument("--valid-percent", type=float, default=5, help="share of documents for validation (default: 5)")
     args = parser.parse_args(argv)
     args.out = args.out or (INPUT_OUT if args.input else LIBRARY_OUT)

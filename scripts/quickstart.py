@@ -1,8 +1,12 @@
-"""Python part of quickstart.sh, which runs inside .venv.
+"""Quickstart: train on the CPU, kill a worker in the middle of a step, and compare with a run without a death.
 
-corpus --> training, in which a worker is killed in the middle of a step --> the same training without a death
-                                                                                      |
-      effect of the death: only the order of additions changed, else exit status 1  <-'--> report.html
+1. Create a corpus.
+2. Train; worker ``VICTIM`` is killed in the backward pass of an iteration.
+3. Train again without a death (the *reference*).
+4. Write report.html, and compare both runs.  If the death has changed more than the order of additions, the exit
+   status is 1.
+
+quickstart.sh starts this script in .venv.
 """
 
 from __future__ import annotations
@@ -39,10 +43,12 @@ TAIL_LINES = 25
 VICTIM = 1
 """Id of the worker that is killed."""
 ROUNDING = 1e-4
-"""Relative difference of the grad norm in the iteration of the death, above which the order of additions cannot be the
-reason: one of 8 microbatches is an eighth of the gradient."""
+"""Maximum relative difference of the grad norms in the iteration of the death.
 
-# Tuned for a low loss after a minute on two cores.
+Another order of additions causes a far smaller difference, a lost microbatch (one of 8) a far larger one.
+"""
+
+# The flags of the model and the optimizer were tuned for a low loss after a minute on two cores.
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope --disable-bias-linear "
     "--init-method-std 0.06 --attention-dropout 0 --hidden-dropout 0"
@@ -51,7 +57,7 @@ OPTIMIZER = shlex.split(
     "--lr 3e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 --weight-decay 0.1 "
     "--clip-grad 1.0"
 )
-# Flags that Megatron needs without TransformerEngine and Apex, on any device.
+# Flags that Megatron needs when TransformerEngine and Apex are not installed.
 WITHOUT_KERNELS = shlex.split(
     "--recover-device cpu --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
     "--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
@@ -60,16 +66,16 @@ WITHOUT_KERNELS = shlex.split(
 
 
 class Stop(Exception):
-    """Error that ends the quickstart; the message is for the user."""
+    """The quickstart cannot continue; the command prints the message and exits with status 1."""
 
 
 def microbatches(workers: int) -> int:
-    """Return the number of microbatches of an iteration: equal shares for all workers, and enough to redistribute."""
+    """Return the number of microbatches per iteration: at least ``LEAST_MICROBATCHES``, and equally many per worker."""
     return -(-LEAST_MICROBATCHES // workers) * workers
 
 
 def victims_iteration(args: argparse.Namespace) -> int | None:
-    """Return the iteration in which a worker is killed; None if none is killed."""
+    """Return the iteration in which worker ``VICTIM`` is killed; None if no worker is killed."""
     if args.no_failure or args.resume or args.workers < 2:
         return None
     return max(1, args.iters * 2 // 5)
@@ -80,7 +86,8 @@ def training_command(
 ) -> list[str]:
     """Return the complete command line of a training, as a user would type it in the root of the checkout.
 
-    ``fault``: iteration in whose backward pass ``VICTIM`` is killed.
+    ``fault``: iteration in whose backward pass worker ``VICTIM`` is killed; None: no worker is killed.  ``save``: write
+    checkpoints.
     """
     batch = MICRO_BATCH * microbatches(args.workers)
     launcher = [str(Path(sys.executable).with_name("recover-run")), "--nproc-per-node", str(args.workers)]
@@ -101,7 +108,10 @@ def training_command(
 
 
 def claim(run: Path, resume: bool) -> Any:
-    """Prepare the run folder and lock it; return the open lock file, which the caller keeps.  Raises Stop."""
+    """Create the run folder and lock it; without ``resume``, remove the files of an earlier quickstart from it.
+
+    Returns the open lock file, which the caller must keep open.  Raises Stop.
+    """
     try:
         run.mkdir(parents=True, exist_ok=True)
         held = (run / ".lock").open("a")
@@ -111,7 +121,7 @@ def claim(run: Path, resume: bool) -> Any:
         why = f"another quickstart is running in {run}; wait for it, or choose another folder with --out"
         raise Stop(why) from None
     except OSError as error:
-        raise Stop(f"cannot write in {run}: {error.strerror}; choose another folder with --out") from error
+        raise Stop(f"cannot write to {run}: {error.strerror}; choose another folder with --out") from error
     before = [path for path in run.iterdir() if path.name != ".lock"]
     if resume:
         if not checkpointed(run):
@@ -125,26 +135,32 @@ def claim(run: Path, resume: bool) -> Any:
 
 
 def checkpointed(run: Path) -> int:
-    """Return the iteration of the last checkpoint; 0 if there is none."""
+    """Return the iteration of the newest checkpoint in the run folder; 0 if it has no checkpoint."""
     tracker = run / "checkpoint" / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.is_file() else 0
 
 
 def new_steps(lines: Lines, after: int) -> list[StepRecord]:
-    """Return the new steps, only after iteration ``after``, because a resumed run may write earlier steps again."""
+    """Return the steps that were added to the file since the last call.
+
+    Steps up to iteration ``after`` are left out, because a resumed run may write them again.
+    """
     steps = [StepRecord.from_fields(fields) for fields in lines.new()[1]]
     return [step for step in steps if step.iteration > after]
 
 
 def train(command: Sequence[str], run: Path, progress: Progress) -> int:
-    """Run the training to its end and print progress; return its exit status.  If this process is stopped, stop it."""
+    """Run the training to its end and print its progress; return its exit status.
+
+    If an exception or a signal ends this function, it stops the training.
+    """
     steps, events, resumed = Lines(run / "steps.jsonl"), Lines(run / EVENTS_FILE), checkpointed(run)
     for lines in (steps, events):
-        lines.new()  # skip lines of an earlier run
+        lines.new()  # skips the lines that an earlier run has written
     workers = int(command[command.index("--nproc-per-node") + 1])
     environment = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers)), **os.environ}
     with (run / "console.log").open("ab") as console:
-        process = subprocess.Popen(  # own session: only this process, not the terminal, stops it
+        process = subprocess.Popen(  # in a separate session, so that Ctrl-C does not reach it directly
             command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
             start_new_session=True,
         )  # fmt: skip
@@ -159,13 +175,16 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
             time.sleep(POLL_SECONDS)
     finally:
         if process.poll() is None:
-            print("quickstart: stopping the workers", file=sys.stderr)
+            print("quickstart: stopping the training", file=sys.stderr)
             process.terminate()
             process.wait()
 
 
 def corpus_of(folder: Path | None) -> dict[str, Any]:
-    """Return corpus.json of ``folder``, or of the default corpus, which is created if it is missing.  Raises Stop."""
+    """Return the content of corpus.json in ``folder``; None: the default corpus, which is created if it is missing.
+
+    Raises Stop.
+    """
     if folder is None:
         if prepare_corpus.main(["--out", str(prepare_corpus.LIBRARY_OUT)]) != 0:
             raise Stop("the corpus could not be created (see above)")
@@ -180,7 +199,10 @@ def corpus_of(folder: Path | None) -> dict[str, Any]:
 
 
 def settings_of(command: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that the report needs from the command; the last value of a flag counts, as in Megatron."""
+    """Return the settings of the training ``command`` that the report needs.
+
+    If a flag occurs several times, its last value counts, as in Megatron.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--seq-length", "--micro-batch-size", "--global-batch-size", "--train-iters"):
         parser.add_argument(name, type=int)
@@ -194,7 +216,10 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
 
 
 def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows: int = 25) -> int:
-    """Train, and write to ``run`` the files that the report needs; return the exit status."""
+    """Train, and write the files that the report needs to the folder ``run``; return the training's exit status.
+
+    ``rows``: approximate number of lines of progress to print.
+    """
     settings = settings_of(command)
     run.mkdir(exist_ok=True)
     (run / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
@@ -213,10 +238,10 @@ def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows
 
 
 def compare_runs(run: Path, reference: Path, fault: int) -> list[str]:
-    """Compare the run with the death to ``reference``, the run without a death; return the lines to print.
+    """Compare ``run``, the run with the death, with ``reference``, the run without; return the lines to print.
 
-    Raises Stop if ``VICTIM`` was not killed, if the other workers did not finish the step of iteration ``fault``, or if
-    more changed than the order of additions.
+    Raises Stop if worker ``VICTIM`` was not killed, if the other workers did not finish the step of iteration
+    ``fault``, or if the grad norms of this iteration differ by more than ``ROUNDING``.
     """
     steps = {step.iteration: step for step in read_run(run).steps}
     ends = {worker["worker_id"]: worker for worker in json.loads((run / "workers.json").read_bytes())}
@@ -228,7 +253,7 @@ def compare_runs(run: Path, reference: Path, fault: int) -> list[str]:
     losses = {difference.iteration: difference.relative for difference in both.losses}
     norms = {difference.iteration: difference.relative for difference in both.grad_norms}
     if both.unlike or fault not in norms:
-        raise Stop(f"the two runs cannot be compared: {(both.unlike or ['the reference ends earlier'])[0]}")
+        raise Stop(f"the two runs cannot be compared: {(both.unlike or ['the reference has ended too early'])[0]}")
     before = max((norms[t] for t in norms if t < fault), default=0.0)
     lines = [
         "relative difference between the run with the death and the run without:",
@@ -237,12 +262,12 @@ def compare_runs(run: Path, reference: Path, fault: int) -> list[str]:
         f"  all iterations: loss at most {max(losses.values()):.1e} (in {max(losses, key=lambda t: losses[t])})",
     ]
     if not norms[fault] <= ROUNDING:
-        raise Stop("\n".join([*lines, f"  this exceeds the effect of the order of additions ({ROUNDING:.0e})"]))
+        raise Stop("\n".join([*lines, f"  another order of additions cannot change more than {ROUNDING:.0e}"]))
     return lines
 
 
 def quickstart(args: argparse.Namespace) -> int:
-    """Run corpus, training, reference and report; return the exit status.  Raises Stop."""
+    """Create the corpus, train with and without a death, write the report; return the exit status.  Raises Stop."""
     corpus = corpus_of(args.corpus)
     run = args.out.resolve()
     reference = run / "reference"
@@ -255,8 +280,8 @@ def quickstart(args: argparse.Namespace) -> int:
         )
         if fault is not None:
             print(
-                f"A REAL DEATH: in the backward pass of iteration {fault} worker {VICTIM} gets SIGKILL, as by kill -9 "
-                "(--recover-inject; --no-failure switches it off)"
+                f"A REAL DEATH: in the backward pass of iteration {fault}, --recover-inject kills worker {VICTIM} with "
+                "SIGKILL, as kill -9 does (--no-failure switches this off)"
             )
         print(f"in {ROOT}:\n  {shlex.join(command)}\n", flush=True)
         status = run_training(command, run, corpus)
@@ -286,13 +311,13 @@ def parser() -> argparse.ArgumentParser:
         epilog="See docs/quickstart.md.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--iters", type=int, default=200, help="iterations (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=4, help="data-parallel workers (default: %(default)s)")
+    parser.add_argument("--iters", type=int, default=200, help="number of iterations (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="number of data-parallel workers (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder of the run")
-    parser.add_argument("--corpus", type=Path, help="a corpus from prepare_corpus.py (default: Python's library)")
+    parser.add_argument("--corpus", type=Path, help="folder of a corpus (default: Python's standard library)")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the run folder")
-    parser.add_argument("--no-failure", action="store_true", help="kill no worker, and train once (as --resume does)")
-    parser.add_argument("megatron", nargs="*", help="Megatron flags, after --; they follow the flags chosen here")
+    parser.add_argument("--no-failure", action="store_true", help="kill no worker, and train only once")
+    parser.add_argument("megatron", nargs="*", help="Megatron flags after --; they override the quickstart's flags")
     return parser
 
 
@@ -302,8 +327,8 @@ def main(argv: Sequence[str]) -> int:
     args = options.parse_args(argv)
     if args.iters < 1 or args.workers < 1:
         options.error("--iters and --workers must be 1 or more")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # these signals stop the training as Ctrl-C does
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+    for number in (signal.SIGTERM, signal.SIGHUP):  # these signals must stop the training as Ctrl-C does
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return quickstart(args)

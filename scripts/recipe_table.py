@@ -1,8 +1,9 @@
-"""Print which of NVIDIA's training configurations run with --recover; scripts/reference.py makes a page of it.
+"""Print which of NVIDIA's training configurations run with --recover.
 
     python scripts/recipe_table.py
 
-Each line of scripts/recipes/*.tsv passes through Megatron's own parser and through the checks of --recover.
+Each line of scripts/recipes/*.tsv is a configuration.  Its flags go through Megatron's parser and the checks of
+--recover; nothing is trained.  scripts/reference.py makes a page of the results.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from recover_megatron.arguments import RecoverConfig, add_recover_arguments  # n
 
 FOLDER = ROOT / "scripts" / "recipes"
 WORLD = 16
-"""Assumed number of workers, which no configuration names: enough for two shard groups of experts in Megatron-FSDP."""
+"""Assumed number of workers, because the configurations contain none.
+
+The number suffices for two shard groups of experts in Megatron-FSDP.
+"""
 KINDS = {
     "release": "release tests: GPT, Mixtral, DeepSeek-V3 (proxy), Nemotron",
     "tests": "functional tests: GPT, experts, hybrid",
@@ -39,15 +43,15 @@ KINDS = {
 HEAD = """\
 # NVIDIA's training configurations with --recover
 
-> What happens to published configurations of Megatron-LM, Megatron-Bridge and others when `--recover` is added:
-> accepted, accepted with something switched off, only with `--recover-untested`, or refused. None was run.
-> Made from the lists in `scripts/recipes/`, whose heads name the sources. With Megatron-FSDP 16 workers are assumed.
+> Results of the checks of `--recover` for published configurations: accepted, accepted with something switched off,
+> only with `--recover-untested`, or refused. None was trained. The files in `scripts/recipes/` list the configurations
+> and, in their first lines, the sources. For Megatron-FSDP, 16 workers are assumed.
 
 """
 
 
 class Answer(Enum):
-    """Verdict on a configuration to which --recover is added."""
+    """Result of the checks of --recover for a configuration."""
 
     TAKEN = "accepted"
     SWITCHED = "accepted, something off"
@@ -57,7 +61,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training configuration with its flags."""
+    """Training configuration: "KIND/NAME" and flags."""
 
     name: str
     flags: tuple[tuple[str, ...], ...]
@@ -70,9 +74,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a recipe.  ``reasons``: flags that are refused or, if none are, flags that are switched off.
+    """Result of the checks of --recover for a recipe.
 
-    If flags are refused even with --recover-untested, ``reasons`` has only these.
+    ``reasons``: depending on ``answer``, the flags that are refused even with --recover-untested (REFUSED), that are
+    refused without it (UNTESTED), or that are switched off (SWITCHED).
     """
 
     recipe: Recipe
@@ -83,7 +88,7 @@ class Verdict:
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield all recipes in ``FOLDER``."""
+    """Read all recipes from the files in ``FOLDER``."""
     for path in sorted(FOLDER.glob("*.tsv")):
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
@@ -92,7 +97,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def verdicts() -> list[Verdict]:
-    """Return the verdict on each recipe, in order.  Imports Megatron."""
+    """Check all recipes; return the verdicts in the order of ``recipes``.  Imports Megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
     from recover_megatron.megatron_hooks.entry.refused import adjust, cannot_recover, cannot_shard
@@ -128,7 +133,7 @@ def verdicts() -> list[Verdict]:
 
 
 def _flag(message: str) -> str:
-    """Return the flag that the refusal ``message`` is about, without the words around it."""
+    """Return the flag that the message of a refusal names, without the other words."""
     words = message.split(": ")[0].removeprefix("--recover ")
     words = words.removeprefix("with --use-distributed-optimizer ").removeprefix("with --use-megatron-fsdp ")
     for before in ("cannot be combined with ", "takes ", "needs "):
@@ -137,7 +142,7 @@ def _flag(message: str) -> str:
 
 
 def tables(found: list[Verdict]) -> str:
-    """Return the tables of the page."""
+    """Return the page's tables of ``found`` as Markdown."""
     answers = {kind: Counter(its.answer for its in found if its.recipe.kind == kind) for kind in KINDS}
     lines = [
         "| configurations | " + " | ".join(answer.value for answer in Answer) + " |",
@@ -150,10 +155,10 @@ def tables(found: list[Verdict]) -> str:
         these = [its for its in found if its.answer in among]
         alone = Counter(its.reasons[0] for its in these if len(its.reasons) == 1)
         named = Counter(reason for its in these for reason in its.reasons)
-        lines += ["", f"| {title} | in how many | of these it alone |", "| --- | --- | --- |"]
+        lines += ["", f"| {title} | configurations | of these with no other flag |", "| --- | --- | --- |"]
         for reason, number in sorted(named.items(), key=lambda item: (-item[1], item[0])):
             lines.append(f"| `{reason}` | {number} | {alone[reason]} |")
-    lines += ["", "| not a flag, or a value, of Megatron 0.19.2 | in how many |", "| --- | --- |"]
+    lines += ["", "| not a flag, or not a value, of Megatron 0.19.2 | configurations |", "| --- | --- |"]
     foreign = Counter(flag for its in found for flag in its.unknown)
     lines += [f"| `{flag}` | {number} |" for flag, number in sorted(foreign.items())]
     for title, these in (

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Write the pages of docs/reference from the code, from docs/data and from the results of other scripts.
+"""Write the generated pages of the documentation, docs/reference, from the code and from the files in docs/data.
 
     python scripts/reference.py             write the pages that are out of date
-    python scripts/reference.py --check     name them instead; exit status 1 if there are any
+    python scripts/reference.py --check     print the pages that are out of date; exit status 1 if there are any
 
-The pages are committed, so that a reader of the repository has them; a test compares them with what this script makes.
+The pages are committed, so that readers of the repository need not run this script.  A test checks that the committed
+pages are up to date.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ COMMANDS = {
     "recover-coordinator": "recover_megatron.membership",
     "recover-tools": "recover_megatron.tools",
 }
-"""Each command and the module that ``python -m`` runs as the same command."""
+"""Command -> module with which ``python -m MODULE`` runs the same command."""
 
 
 def page(title: str, summary: str, *parts: str) -> str:
-    """Return a page of Markdown."""
+    """Return a page as Markdown: title, summary, then ``parts``, separated by empty lines."""
     return "\n\n".join((f"# {title}", f"> {summary}", *parts)) + "\n"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of Markdown."""
+    """Return a table as Markdown."""
     lines = (columns, ["---"] * len(columns), *rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def flag_table(flags: Sequence[Flag]) -> str:
-    """Return a table of flags: name, value and default, the text of ``--help``, and when to change it."""
+    """Return a table with each flag's name and value, default, text of ``--help``, and when to change it."""
     rows = []
     for flag in flags:
         value = "|".join(flag.option.choices) or flag.option.metavar or ""
@@ -75,7 +76,7 @@ def command_line() -> str:
     """Return the page of all flags and commands."""
     parts = [
         "## Flags of the training script",
-        "Given after the script's name, with `--recover`.",
+        "Pass these flags after the name of the training script, together with `--recover`.",
         flag_table(arguments.FLAGS),
         "## recover-run",
         flag_table(launch_arguments.FLAGS),
@@ -87,7 +88,7 @@ def command_line() -> str:
 
 
 def help_of(module: str) -> str:
-    """Return what ``python -m MODULE --help`` prints on a terminal of 100 columns without colours."""
+    """Return the output of ``python -m MODULE --help`` on a terminal of 100 columns without colours."""
     environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", module, "--help"]
     shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -108,13 +109,16 @@ def environment_variables() -> str:
         rows.append((names, f"{variable.rule.value}{to}{but}", variable.why))
     return page(
         "Environment variables",
-        "Variables of torch, NCCL and Megatron that a run sets, overrules or refuses, made from the code.",
+        "Environment variables of torch, NCCL and Megatron that a run sets, overrules or refuses; made from the code.",
         table(("variable", "yours is", "why"), rows),
     )
 
 
 def attributes(path: str) -> dict[str, tuple[object, str]]:
-    """Return the constants of a module that have a docstring: name -> value and docstring, read from its source."""
+    """Return name -> (value, docstring) of the constants with a docstring in the Python file ``path``.
+
+    The file is parsed, and not imported.
+    """
     found = {}
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
     for assigned, said in pairwise(body):
@@ -130,14 +134,14 @@ def attributes(path: str) -> dict[str, tuple[object, str]]:
 def exit_codes() -> str:
     """Return the page of the exit codes."""
     modules = ("errors.py", "membership/records.py", "launch/workers/states.py")
-    rows = [(0, "The training ended as its flags say.")]
+    rows = [(0, "The training has ended as its flags request.")]
     for module in modules:
         for name, (value, text) in attributes(f"recover_megatron/{module}").items():
             if isinstance(value, int) and (name.startswith("EXIT_") or name == "LEFT_OUT"):
                 rows.append((value, re.sub("^Exit code(?: of|:) (.)", lambda its: its[1].upper(), text)))
     return page(
         "Exit codes",
-        "Exit codes of workers and of `recover-run`, made from the code. What to do: "
+        "Exit codes of workers and of `recover-run`, made from the code. What to do after each code: "
         "[operations](../operations.md#exit-codes).",
         table(
             ("code", "meaning"),
@@ -147,24 +151,24 @@ def exit_codes() -> str:
 
 
 def refusals(rules: Iterable[Rule]) -> str:
-    """Return a list of the rules' reasons; the value of an argument in a reason is shown as ``VALUE``."""
+    """Return the reasons of ``rules`` as a list in Markdown; ``{args.NAME}`` in a reason becomes ``VALUE``."""
     return "\n".join(f"* {prose(re.sub(r'{args[.]\w+}', 'VALUE', rule.reason))}" for rule in rules)
 
 
 def prose(text: str) -> str:
-    """Return a message as Markdown: flags and names of code in backticks."""
+    """Return a message as Markdown, with flags and identifiers in backticks."""
     return re.sub(r"(?<![\w`-])(--[\w-]+(?:[ =]VALUE)?|\w+_\w+)(?![\w`])", r"`\1`", text).replace("<", "&lt;")
 
 
 def refused_page() -> str:
-    """Return the page of what ``--recover`` refuses or does in another way than Megatron."""
+    """Return the page of the flags that ``--recover`` refuses, or handles differently from Megatron."""
     settled = [
         (prose(its.flag), "switched off" if its.off else "done in another way", prose(its.words).replace("|", "\\|"))
         for its in refused.ADJUSTED
     ]
     return page(
         "What --recover refuses, and what it does differently",
-        "Made from the rules in the code. A run that is refused ends at its start with exit code 2 and all reasons.",
+        "Made from the rules in the code. A refused run prints all reasons at its start and exits with code 2.",
         "## Refused",
         refusals(refused.RULES),
         "## Refused without --recover-untested",
@@ -180,7 +184,7 @@ def refused_page() -> str:
 
 
 def from_data(path: Path) -> str:
-    """Return the page of a file in docs/data: title, introduction and tables."""
+    """Return the page for a TOML file of docs/data, which contains title, introduction and tables."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     parts = []
     for its in data["table"]:
@@ -191,7 +195,7 @@ def from_data(path: Path) -> str:
 
 
 def loop_roles() -> str:
-    """Return the page of the roles of a training loop."""
+    """Return the page of the roles of a training loop (``recover_megatron.integrate.ROLES``)."""
     roles = [
         (
             f"`{its.name}({', '.join([*its.parameters, '...'])})`",
@@ -210,7 +214,7 @@ def loop_roles() -> str:
 
 
 def host_device() -> str:
-    """Return the page of the host device's tables."""
+    """Return the page of the host device: refused flags, replaced names of torch, fixes of Megatron."""
     rules = [
         re.sub(r"(.*?): (.*) \((megatron/[\w/]+\.py)\)", r"\1\0\2\0`\3`", its.reason).split("\0") for its in flags.RULES
     ]
@@ -220,8 +224,8 @@ def host_device() -> str:
     fixes = [(name, f"`{fix.module_name}`", fix.why) for name, fix in megatron_fixes.FIXES.items()]
     return page(
         "The host device: tables",
-        "The flags of Megatron that cannot run on the [host device](../hostdevice.md), the names of torch that it "
-        "replaces, and what it fixes inside Megatron.",
+        "Flags of Megatron that cannot be used on the [host device](../hostdevice.md), names of torch that the host "
+        "device replaces, and functions of Megatron that it fixes.",
         "## What cannot run without a GPU",
         table(("flag", "why, and what to do", "file of Megatron"), rules),
         "## What is replaced in torch",
@@ -232,7 +236,7 @@ def host_device() -> str:
 
 
 def pages() -> dict[str, Callable[[], str]]:
-    """Return file name of a page -> function that makes the page's text."""
+    """Return file name of each page except the index -> function that returns the page's text."""
     made: dict[str, Callable[[], str]] = {
         "command_line.md": command_line,
         "variables.md": environment_variables,
@@ -252,19 +256,19 @@ def pages() -> dict[str, Callable[[], str]]:
 
 
 def index(texts: Mapping[str, str]) -> str:
-    """Return the page that lists all other pages; ``texts``: file name -> text of a page."""
+    """Return the index page, which lists all other pages; ``texts``: file name -> text of each page."""
     toctree = "\n".join(sorted(name.removesuffix(".md") for name in texts))
     titles = {name: text.partition("\n")[0].removeprefix("# ") for name, text in texts.items()}
     return page(
         "Reference",
-        "Pages made by `python scripts/reference.py` from the code and from `docs/data`.",
+        "Pages that `python scripts/reference.py` makes from the code and from `docs/data`.",
         "\n".join(f"* [{title}]({name})" for name, title in sorted(titles.items())),
         f"```{{toctree}}\n:hidden:\n\n{toctree}\n```",
     )
 
 
 def outdated() -> dict[Path, str]:
-    """Return file -> new text, for each page whose file differs from the text that is made now."""
+    """Return path -> new text of each page whose file does not exist or has another text."""
     texts = {FOLDER / name: make() for name, make in pages().items()}
     texts[FOLDER / "index.md"] = index({path.name: text for path, text in texts.items()})
     return {
@@ -273,10 +277,10 @@ def outdated() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(description="Write the pages of docs/reference.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--check", action="store_true", help="name the pages that are out of date, write nothing")
+    parser.add_argument("--check", action="store_true", help="print the pages that are out of date, write nothing")
     check = parser.parse_args().check
     found = outdated()
     for path, text in found.items():

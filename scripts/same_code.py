@@ -1,13 +1,15 @@
-"""Show that a commit changes no code but imports, docstrings, other strings and, with --names, identifiers.
+"""Check that two revisions differ only in imports, comments, docstrings, other strings and, with --names, identifiers.
 
     python scripts/same_code.py [--names] [BEFORE [AFTER]]
 
-The revisions are HEAD~1 and HEAD by default; exit status 1: code differs.
+BEFORE and AFTER are HEAD~1 and HEAD by default.  Exit status 1: the code of a file differs.
 
-A renamed file is compared with the file that git takes for its origin.  The syntax trees without imports and docstrings
-must be equal.  Strings and identifiers that differ are printed, for the reader to check; so are functions in which two
-variables have become one: a comprehension may do that, a scope must not.  In an f-string the literal parts and the
-order of the values may differ, but not the set of values.
+The script compares the syntax trees of each changed Python file, without imports and docstrings.  A renamed file is
+compared with the file from which git considers it renamed.  In an f-string the literal parts and the order of the
+values may differ, but not the set of values.
+
+The script prints all strings and identifiers that differ; a person must check them.  With --names it also prints the
+functions in which two variables have become one.  That is an error if both variables are in the same scope.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ def git(*arguments: str) -> str:
 
 
 def changed(before: str, after: str) -> Iterator[tuple[str, str]]:
-    """Yield (old name, new name) of each Python file that differs; a name is empty if that revision lacks the file."""
+    """Yield (old path, new path) of each Python file that differs between two revisions.
+
+    A path is "" if the file does not exist in that revision.
+    """
     for line in git("diff", "--name-status", "-M40%", before, after).splitlines():
         status, *paths = line.split("\t")
         if paths[-1].endswith(".py"):
@@ -36,7 +41,10 @@ def changed(before: str, after: str) -> Iterator[tuple[str, str]]:
 
 
 class Bare(ast.NodeTransformer):
-    """Visitor that removes imports and docstrings from a tree, and collects all other strings and makes them empty."""
+    """Visitor that removes imports and docstrings from a syntax tree, and replaces other strings by empty strings.
+
+    ``strings``, ``names``: the replaced strings, and with ``names=True`` the replaced identifiers.
+    """
 
     def __init__(self, *, names: bool) -> None:
         self.strings: list[str] = []
@@ -66,7 +74,7 @@ class Bare(ast.NodeTransformer):
         return ast.copy_location(ast.JoinedStr(sorted(values, key=ast.dump)), node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Visit the children; with ``names``, first replace each identifier of the node by an empty one."""
+        """Visit the children; with ``names=True``, first collect the node's identifiers and make them empty."""
         for field in ("id", "attr", "arg", "name") if self._names else ():
             if isinstance(getattr(node, field, None), str):
                 self.names.append(getattr(node, field))
@@ -75,19 +83,22 @@ class Bare(ast.NodeTransformer):
 
 
 def bare(revision: str, path: str, *, names: bool) -> tuple[str, list[str], list[str]]:
-    """Return the syntax tree of a file as text, and the file's strings and identifiers."""
+    """Return the syntax tree of a file, after ``Bare``, as text, and the strings and identifiers that were removed."""
     visitor = Bare(names=names)
     tree = visitor.visit(ast.parse(git("show", f"{revision}:{path}"))) if path else ast.Module([], [])
     return ast.dump(tree), visitor.strings, visitor.names
 
 
 def source(revision: str, path: str) -> str:
-    """Return the text of a file; empty without a path."""
+    """Return the text of a file in a revision; "" if ``path`` is ""."""
     return git("show", f"{revision}:{path}") if path else ""
 
 
 def names_of_functions(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each function and the variables in it, nested functions' included, in the tree's order."""
+    """Yield (name, identifiers) of each function; the identifiers include those of nested functions.
+
+    Functions and identifiers are in the order of the syntax tree.
+    """
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             found = (getattr(node, "id", None) or getattr(node, "arg", None) for node in ast.walk(function))
@@ -95,7 +106,10 @@ def names_of_functions(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def joined(before: str, after: str) -> Iterator[str]:
-    """Yield each function in which two variables have become one, which a renaming must not do within a scope."""
+    """Yield a line for each function in which several variables have got the same new name.
+
+    ``before``, ``after``: the text of the file in both revisions.
+    """
     for (_, old), (name, new) in zip(names_of_functions(before), names_of_functions(after), strict=True):
         were: dict[str, set[str]] = {}
         for was, now in zip(old, new, strict=True):
@@ -106,7 +120,7 @@ def joined(before: str, after: str) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--names", action="store_true", help="allow other identifiers")
+    parser.add_argument("--names", action="store_true", help="allow renamed identifiers")
     parser.add_argument("before", nargs="?", default="HEAD~1")
     parser.add_argument("after", nargs="?", default="HEAD")
     given = parser.parse_args()

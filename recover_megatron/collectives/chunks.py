@@ -1,4 +1,4 @@
-"""Chunks: the part of a bucket that each member of a group owns in a collective, for rings and backends alike."""
+"""Division of a bucket into chunks: in a collective, each member of a group owns one chunk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from recover_megatron.collectives.ledger import Span
 
 Chunks = Sequence[Sequence[Span]]
-"""Spans of a bucket that each rank owns, as one sequence per rank."""
+"""Spans of a bucket that a rank owns, for each rank."""
 
 
 def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
@@ -15,14 +15,14 @@ def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
 
 
 def even_part(total: int, size: int, cut: int = 1) -> int:
-    """Return the length of a part if ``total`` elements are cut into ``size`` even parts at multiples of ``cut``."""
+    """Return the length of the longest of ``size`` even parts of ``total`` elements: a multiple of ``cut`` elements."""
     return -(-total // (size * cut)) * cut
 
 
 def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Span]]:
-    """Divide the concatenation of ``spans`` in order into ``size`` equal parts; the last parts may be shorter or empty.
+    """Divide the elements of ``spans``, in order, into ``size`` equally long chunks; the last ones may be shorter.
 
-    ``cut``: parts begin at multiples of this number of elements in the concatenation.
+    If the elements are numbered from 0, every chunk begins at a multiple of ``cut``.
     """
     part = even_part(sum(map(len, spans)), size, cut)
     chunks: list[list[Span]] = [[] for _ in range(size)]
@@ -40,7 +40,7 @@ def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Spa
 
 
 def within(spans: Sequence[Span], shards: Chunks) -> list[list[Span]]:
-    """Return for each rank the part of ``spans`` inside its shard; all sequences of spans are ascending."""
+    """Return for each rank the parts of ``spans`` that lie in the rank's shard.  All sequences are ascending."""
     return [list(_overlaps(spans, shard)) for shard in shards]
 
 

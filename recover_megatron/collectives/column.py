@@ -1,32 +1,31 @@
-"""Data parallelism without Megatron: all workers of the run form one column, and each holds the complete model.
+"""Data parallelism without Megatron: all workers of the run form one column, and each worker has the complete model.
 
     while column.committed < iteration:
         try:
             if column.over:                          at the start, and after every death
-                column.join(status)                  wait for all live workers; afterwards the statuses of all are known
+                column.join(status)                  wait for all live workers; ``column.statuses`` has their statuses
             else:
-                group = column.group([bucket])       now all members have every span that was REDUCED at any member
+                group = column.group([bucket])       spans that were REDUCED at one member are REDUCED at all members
                 ...                                  run the work that the statuses assign to this worker
                 group.all_reduce(bucket).wait()
                 column.agree(iteration)
         except EpochRevoked:
             pass
 
-Workers connect by the addresses in their join messages.  So no key-value store is needed, and any node may be lost.
+Each worker sends its address when it joins an epoch.  So no key-value store is needed, and any node may be lost.
 
-Hybrid sharding: if ``shards`` is above 1, ``shards`` consecutive workers share one copy of the model (``ShardGroup``),
-and a column consists of the workers with the same shard.
+Hybrid sharding: if ``shards`` is above 1, each ``shards`` consecutive workers share one copy of the model.  They are a
+*shard group* (``ShardGroup``).  A column consists of the workers that have the same shard, one of each shard group.
 
     shards=2       column 0   column 1
     shard group 0  worker 0   worker 1        in a shard group: torch's own FSDP, with any process group
     shard group 1  worker 2   worker 3        in a column: one worker of each complete shard group; they form a ring
     shard group 2  worker 4   -- dead --      worker 4 is in no column: it exits
 
-    complete --(a peer is lost: the session's thread sees it in the revoke)--> the process exits with EXIT_FENCED
-
-A worker that has lost a peer of its shard group cannot contribute, and may hang in a collective that never completes.
-So it exits, and the run continues with the complete shard groups.  All workers of a shard group must join a new epoch
-together, or continue together: for this the training loop compares their results of ``opened``.
+When a worker dies, the other workers of its shard group have only a part of the model, and may hang in a collective
+that never completes.  So the session's thread terminates their processes with EXIT_FENCED, and the run continues with
+the complete shard groups.  The workers of a shard group must call ``join`` at the same iterations: the training loop
+compares their results of ``Column.opened`` and calls ``join`` on all of them if one result is False.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from recover_megatron.variables import HOST_VARIABLE, REPLACED_VARIABLE
 log = get_logger(__name__)
 
 NEWS_SECONDS = 30.0
-"""Time limit in seconds for the report of a peer's death after the shard group's communication has failed."""
+"""Time in seconds that a worker waits for the coordinator's report of a death after its shard group has failed."""
 
 
 def complete_shard_groups(workers: Collection[int], shards: int) -> list[int]:
@@ -64,7 +63,7 @@ def complete_shard_groups(workers: Collection[int], shards: int) -> list[int]:
 
 
 def shard_group_problem(shards: int, environ: Mapping[str, str]) -> str:
-    """Return why the workers of this launch cannot form shard groups of ``shards`` workers; "" if they can."""
+    """Return why workers with this environment cannot form shard groups of ``shards`` workers; "" if they can."""
     workers = int(environ.get("WORLD_SIZE", shards))
     if shards > 1 and workers % shards:
         return (
@@ -80,10 +79,14 @@ def shard_group_problem(shards: int, environ: Mapping[str, str]) -> str:
 
 
 class ShardGroup:
-    """Shard group of this worker: the group's ``number``, this worker's ``shard``, and the other workers ``mates``."""
+    """Shard group of this worker.  If another worker of the group is lost, this worker's process exits.
+
+    ``number``: number of the group in the run.  ``shard``: index of this worker's shard.  ``mates``: ids of the other
+    workers of the group.
+    """
 
     def __init__(self, session: Session, me: int, shards: int, end: Callable[[int], object] = os._exit) -> None:
-        """``end``: terminates the process with an exit code; replaced in tests."""
+        """``end``: function that terminates the process with an exit code; tests pass another function."""
         if shards < 1:
             raise ValueError(f"a shard group has at least one worker, not {shards}")
         self.number, self.shard = divmod(me, shards)
@@ -93,9 +96,10 @@ class ShardGroup:
         session.on_revoke(self._revoked)
 
     def end_if_broken(self) -> None:
-        """Exit if a worker of the shard group is lost, else return; called when the group's communication has failed.
+        """Exit if a worker of the shard group is lost; call this when the group's communication has failed.
 
-        The failure may come before the report of the death: this method waits up to ``NEWS_SECONDS`` for the report.
+        The communication may fail before the coordinator reports the death, so this waits up to ``NEWS_SECONDS`` for
+        the report, and returns if none arrives.
         """
         self._session.wait_lost(self.mates, NEWS_SECONDS)
         self._revoked(self._session.epoch, "")
@@ -104,19 +108,22 @@ class ShardGroup:
         lost = self.mates - self._session.opened_members - self._session.left
         if epoch and lost:
             names = ", ".join(map(str, sorted(lost)))
-            log.info(f"shard group {self.number} has lost worker {names}: this worker exits, the run continues")
+            log.info(f"shard group {self.number} lost worker {names}: this worker exits, the other groups continue")
             self._end(EXIT_FENCED)
 
 
 LOOPBACK = "127.0.0.1"
 MOST = 10
-"""Number of consecutive epochs with the same members and no progress after which the run ends."""
+"""Maximum number of consecutive epochs that have the same members and make no progress; then the run ends."""
 NO_DRAIN = "this training loop does not support a drain; stop the node's launcher: the other workers continue"
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 
 class Column:
-    """Column of this worker.  The coordinators must use the default planner, as the coordinators of recover-run do."""
+    """Membership and gradient group of this worker in a run without Megatron; see the module's docstring.
+
+    The run's coordinators must use the default planner, as recover-run's coordinators do.
+    """
 
     def __init__(
         self,
@@ -129,10 +136,11 @@ class Column:
         device: torch.device | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """``me``: this worker's id.  ``secret``: the job's secret, for the ring.  ``host``: as for ``open_group``.
+        """``me``: this worker's id.  ``secret``: the job's secret, which protects the ring's connections.
 
-        ``shards``: workers per shard group.  ``device``: device of the buckets; GPU buckets go through host memory.
-        ``timeout``: seconds that members wait for each other when they open a new epoch's group.
+        ``shards``: number of workers per shard group; 1: each worker has the complete model.  ``host``: address of
+        this machine that the other workers can reach.  ``device``: device of the buckets; GPU buckets go through host
+        memory.  ``timeout``: seconds that the members of a new epoch wait for each other when they open the group.
         """
         self.me = me
         self.session = session
@@ -147,19 +155,19 @@ class Column:
         self._group: Group | None = None
         self._failed = False
         self._lost: PeerLost | None = None
-        """Connection failure of this worker in the last epoch, not reported yet; None if there was none."""
+        """Failure of this worker's connection that the next ``join`` reports to the coordinator; None: no failure."""
         self._reason = ""
-        """Reason for which ``renew`` requires a new epoch; "" if there is none."""
+        """Reason that the last call of ``renew`` gave for a new epoch; "" if the next ``join`` has no such reason."""
         self._last: Json = None
         self._tries = 0
 
     @classmethod
     def from_environment(cls, *, shards: int = 1, device: torch.device | None = None, timeout: float = 60.0) -> Column:
-        """Create the column of a worker that recover-run started, and the worker's session.
+        """Create the session and the column of this worker, which recover-run must have started.
 
-        If the workers cannot form shard groups, the process prints a line and exits with code 2.  So call this before
-        ``init_process_group``, where an incomplete shard group would wait for its missing workers.  Raises as
-        ``session.connect`` does.
+        If the workers cannot form shard groups, the process prints the reason and exits with code 2.  Call this before
+        ``init_process_group``, where an incomplete shard group would wait for workers that never come.  Raises the
+        errors of ``session.connect``.
         """
         if why := shard_group_problem(shards, os.environ):
             refuse(os.path.basename(sys.argv[0]), [why])
@@ -168,13 +176,13 @@ class Column:
 
     @property
     def over(self) -> bool:
-        """True if this worker must join a new epoch: it has none, or the epoch was revoked, or a connection failed."""
+        """True if this worker must call ``join``: it has no epoch, its epoch was revoked, or a connection failed."""
         lost = self._failed or (self._group is not None and self._group.revoked)
         return self._plan is None or self.session.revoked or lost
 
     @property
     def committed(self) -> int:
-        """Last iteration that this worker knows to be committed."""
+        """Newest iteration that is committed, as far as this worker knows."""
         return self.session.committed
 
     @property
@@ -184,35 +192,37 @@ class Column:
 
     @property
     def begins_after(self) -> int:
-        """Last iteration that was committed when the epoch began: equal on all members; 0 before the first epoch."""
+        """Newest iteration that was committed when the epoch began, equal on all members; 0 before the first epoch."""
         return self._plan.committed if self._plan else 0
 
     @property
     def shard_groups(self) -> list[int]:
-        """Numbers of the epoch's complete shard groups, ascending; if ``shards`` is 1, the worker ids."""
+        """Numbers of the shard groups whose workers are all members of the epoch, ascending."""
         return complete_shard_groups(self.members, self.shards)
 
     @property
     def column(self) -> list[int]:
-        """Worker ids of this worker's ring: the worker with this shard in each complete shard group, ascending."""
+        """Ids of the workers that have the same shard as this worker, one of each complete shard group, ascending."""
         return [number * self.shards + self.shard_group.shard for number in self.shard_groups]
 
     @property
     def statuses(self) -> dict[int, Json]:
-        """Member -> status with which it joined the epoch; empty before the first epoch."""
+        """Worker id -> status that this member passed to ``join``; empty before the first epoch."""
         return {worker: joined["status"] for worker, joined in self._joined().items()}
 
     def join(self, status: Json) -> None:
-        """Close the old epoch's group and join the next epoch with ``status``; wait for all live workers.
+        """Close the group of the old epoch, and join the next epoch with ``status``; wait for all live workers.
 
-        Afterwards ``committed`` may include an iteration for which this worker called ``agree``: then the caller must
-        apply the optimizer's step of this iteration.  Raises as ``Session.join`` does, and ``CoordinatorLost`` if many
-        epochs in a row make no progress, because two live workers cannot reach each other.
+        If ``agree`` was interrupted, its iteration may be committed nevertheless: then ``committed`` is this iteration
+        after ``join``, and the caller must apply the iteration's optimizer step.
+
+        Raises the errors of ``Session.join``, and ``CoordinatorLost`` after more than ``MOST`` epochs without progress:
+        then two live workers cannot reach each other.
         """
         reason, self._reason = self._complain() or self._reason, ""
         self._close()
         if self._tries:
-            time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # time for a transient fault to pass
+            time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # a transient fault may pass in this time
         self._ring_listener = open_ring_listener(self._host)
         self._plan = self.session.join({"ring_listener": self._ring_listener.address, "status": status}, reason)
         if self._plan.data.get("drain") and self.me == min(self._plan.members):
@@ -223,12 +233,12 @@ class Column:
         self._tries = self._tries + 1 if now == self._last else 0
         self._last = now
         if self._tries >= MOST:
-            why = f"{MOST + 1} epochs in a row made no progress and lost no worker; the last epoch ended: {reason}"
+            why = f"{MOST + 1} epochs in a row made no progress and lost no worker; reason of the last one: {reason}"
             self.session.give_up(EXIT_LOST_MAJORITY, why)
             raise CoordinatorLost(why)
 
     def _complain(self) -> str:
-        """Report a failed connection of this worker to the coordinator; return the failure as text, "" if none."""
+        """If a connection of this worker has failed, report it to the coordinator and return the failure, else ""."""
         lost = self._lost or (self._group.lost if self._group is not None else None)
         self._lost = None
         if lost is None:
@@ -238,25 +248,25 @@ class Column:
         return reason
 
     def fail(self, lost: PeerLost) -> None:
-        """Require a new epoch, because a connection between the caller and worker ``lost.peer`` broke."""
+        """Request a new epoch, because the caller's connection to worker ``lost.peer`` broke."""
         self._failed, self._lost = True, lost
 
     def renew(self, reason: str) -> None:
-        """Require a new epoch for ``reason`` without a failure, so that workers can change statuses and buckets."""
+        """Request a new epoch without a failure, for ``reason``: workers can change status and buckets in ``join``."""
         self._failed, self._reason = True, reason
 
     def opened(self, buckets: Sequence[Bucket]) -> bool:
-        """Open ``group``; return False instead of raising ``EpochRevoked`` if this worker must join a new epoch."""
+        """Open the epoch's group, as ``group`` does; return False if this worker must call ``join`` first."""
         try:
             return not self.over and bool(self.group(buckets))
         except EpochRevoked:
             return False
 
     def group(self, buckets: Sequence[Bucket]) -> Group:
-        """Return the epoch's group of this worker's column.
+        """Return the group of this worker's column in the present epoch.
 
-        The first call in an epoch opens the group and pulls ``buckets``.  Every member must call it with the same
-        buckets at the same iteration.  Raises ``EpochRevoked``.
+        The first call in an epoch opens the group and calls its ``pull`` for ``buckets``.  All members must make this
+        call at the same iteration, with buckets of equal sizes.  Raises ``EpochRevoked``.
         """
         if self._group is None:
             assert self._plan is not None, "join first"
@@ -278,11 +288,14 @@ class Column:
         return self._group
 
     def agree(self, iteration: int) -> None:
-        """Report that all spans are REDUCED here, and wait until all members report it, as ``Session.agree`` does."""
+        """Report that this worker has all sums of ``iteration``; wait until all members have reported this.
+
+        Then the iteration is committed.  Raises the errors of ``Session.agree``.
+        """
         self.session.agree(iteration)
 
     def leave(self) -> None:
-        """Close the group and leave the run, when this worker has finished."""
+        """Close the group and leave the run; call this when the training is finished."""
         self._close()
         self.session.leave()
 

@@ -1,15 +1,15 @@
-"""Comparison that refuses workers which were started with other flags, or run another program, than the run.
+"""Comparison of workers' flags and programs; a worker that differs from the run is refused.
 
-Each worker joins with two digests.  The values behind the digests are on the worker's peer store, where a worker with
-another digest reads them:
+Each worker joins with two digests.  It publishes the digested values in its peer store, where other workers can read
+them:
 
-    given   flags and versions of the protocol between workers.  A worker with another digest is refused; the other
-            workers see this from the digest alone, before they read anything else of that worker's status.
-    code    sources and packages (`program`).  Workers may have loaded different modules, so digests may differ though
-            the program is the same: a worker with another digest reads the values of a worker of the run, once, before
-            it takes a place, and is refused if a module differs that both have loaded.
+    given   flags, and versions of the protocol between workers.  A worker whose digest differs from the run's digest is
+            refused.  The digest suffices for this, so the other workers need not read more of that worker's status.
+    code    source files and packages (`program`).  Digests of equal programs may differ, because workers may have
+            loaded different modules.  So a worker whose digest differs reads the values of a worker of the run, once,
+            before it gets a place.  It is refused if a module that both workers have loaded differs.
 
-Only the worker that differs exits (a newcomer with exit code 2), and the run continues without it.
+Only the refused worker exits (a newcomer with exit code 2); the run continues without it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = get_logger(__name__)
 
 GIVEN, CODE = "flags", "code"
 ASKED_SECONDS = 5.0
-"""Time limit in seconds for another worker's answer, and for a refused worker to report why it differs."""
+"""Time limit in seconds for another worker's values, and for a refused worker's report of the differences."""
 MOST_ASKED = 3
-"""Maximum number of workers that a worker asks for the values of the run's program."""
+"""Maximum number of workers from which a worker tries to read the values of the run's program."""
 
 
 @dataclass(frozen=True)
 class ComparedStatus:
-    """Parts of another worker's status that the comparison uses, as received."""
+    """Parts of a worker's status that the comparison uses; ``given`` and ``code``: digests, "" if missing."""
 
     given: str = ""
     code: str = ""
@@ -53,9 +53,9 @@ class ComparedStatus:
 
     @classmethod
     def of(cls, status: Any, placed: str, holds: str, peer_store: str) -> ComparedStatus:
-        """Read ``status``; the other arguments are names of fields in it.
+        """Read ``status``; the other arguments are the names of the fields to read.
 
-        Never raises, since a worker of another version may have sent the status.
+        Never raises, because a worker with another version of the protocol may have sent the status.
         """
         fields = status if isinstance(status, dict) else {}
         given, code, address = (str(fields.get(name, "")) for name in (GIVEN, CODE, peer_store))
@@ -65,7 +65,10 @@ class ComparedStatus:
 
 @dataclass(frozen=True)
 class OddOnes:
-    """Workers that differ from the run; ``model``: a worker that does not differ, -1 if no worker sent a digest."""
+    """Workers whose digest differs from the run's digest.
+
+    ``model``: a worker whose digest is the run's digest; -1 if no worker sent a digest.
+    """
 
     workers: frozenset[int] = frozenset()
     model: int = -1
@@ -74,8 +77,8 @@ class OddOnes:
 def odd_ones(compared: Mapping[int, ComparedStatus], what: str = "given") -> OddOnes:
     """Return the workers whose digest ``what`` ("given" or "code") differs from the run's digest.
 
-    The run's digest is the most frequent digest of the workers with a place; if no worker has a place, of the workers
-    with a state; if no worker has a state, of all.  A worker without a digest is not compared.
+    The run's digest is the most frequent digest among the workers with a place.  If no worker has a place, only workers
+    with a state count; if no worker has a state, all workers count.  A worker without a digest is not compared.
     """
     digests = {worker: digest for worker, parts in compared.items() if (digest := getattr(parts, what))}
     placed = [worker for worker in digests if compared[worker].placed]
@@ -89,7 +92,10 @@ def odd_ones(compared: Mapping[int, ComparedStatus], what: str = "given") -> Odd
 
 
 class OwnDescription:
-    """Flags and program of this worker, published on its peer store.  If a mapping is empty, it is not compared."""
+    """Flags (``given``) and program (``code``) of this worker, which it publishes in its peer store.
+
+    An empty mapping is not compared.
+    """
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class OwnDescription:
         called: str = "flags",
         lets_in: str = f"--recover-may-differ {program.FLAG}",
     ) -> None:
-        """``called``: name of ``given`` in messages.  ``lets_in``: flag that turns off the comparison of ``code``."""
+        """``called``: name for ``given`` in messages.  ``lets_in``: flag that turns off the comparison of ``code``."""
         self._given, self._code, self._secret = given, code, secret
         self._called, self._lets_in = called, lets_in
         self.given = script_flags.digest(given) if given else ""
@@ -112,21 +118,24 @@ class OwnDescription:
             peer_store.put(CODE, json.dumps(code))
 
     def different(self, me: int, compared: Mapping[int, ComparedStatus], odd: OddOnes) -> str:
-        """Return why this worker is refused, "" if it is accepted.  ``odd``: result of ``odd_ones(compared)``."""
+        """Return the reason why this worker, ``me``, is refused; "" if it is accepted.
+
+        ``odd``: result of ``odd_ones(compared)``.
+        """
         if me in odd.workers:
             other = self._ask(compared[odd.model].peer_store, GIVEN)
             found = script_flags.listed(script_flags.differences(self._given, other or self._given))
-            found = found or "the differences could not be read from that worker"
+            found = found or "the differences are unknown, because that worker did not send its values"
             return f"was started with other {self._called} than the run's worker {odd.model}: {found}"
         if code := self._other_program(me, compared):
-            return f"runs {code}; start it with the files of the run, or restart the run ({self._lets_in} accepts it)"
+            return f"runs {code}; start it with the files of the run, or restart the run ({self._lets_in} allows this)"
         return ""
 
     def _other_program(self, me: int, compared: Mapping[int, ComparedStatus]) -> str:
         """Return how this worker's program differs from the run's program; "" if it does not differ.
 
-        Compares only once: at the first call for which a worker has sent a digest; later calls return "".  If no worker
-        with the run's program answers in time, this worker's program is accepted, with a warning.
+        The first call at which a worker has sent a digest compares; later calls return "".  If no worker with the
+        run's digest answers in time, this worker is accepted, and a warning is logged.
         """
         odd = odd_ones(compared, "code")
         if self._compared or odd.model < 0:
@@ -135,13 +144,13 @@ class OwnDescription:
         if me not in odd.workers:
             return ""
         alike = [worker for worker in sorted(compared) if compared[worker].code == compared[odd.model].code]
-        begin = me % len(alike)  # if many workers differ, they ask different workers
+        begin = me % len(alike)  # if many workers differ, this spreads their requests over the workers of the run
         for worker in [*alike[begin:], *alike[:begin]][:MOST_ASKED]:
             other = self._ask(compared[worker].peer_store, CODE)
             if other is not None:
                 refuses, warns = program.differences(self._code, other)
                 if warns:
-                    log.warning(f"worker {me} has other packages than worker {worker}: {script_flags.listed(warns)}")
+                    log.warning(f"workers {me} and {worker} have different packages: {script_flags.listed(warns)}")
                 return f"another program than worker {worker}: {script_flags.listed(refuses)}" if refuses else ""
         log.warning(f"worker {me} may run another program than worker {odd.model}, which did not answer in time")
         return ""

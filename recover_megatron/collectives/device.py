@@ -1,17 +1,18 @@
-"""Asynchronous devices (GPUs): waits of the host for the device, and streams that order our operations.
+"""Waits of the host for an asynchronous device (GPU), and the stream on which a group runs its operations.
 
-    compute   ---- gradients ---- event ------------------------------- waits on the host ---- the optimizer
-                                    |                                            ^
-    the host                        '--> done?, cancelled?                       |
-                                              |                                  |
-    our stream                                '--> operation --> done? --> operation --> done?
+    compute stream   ---- gradients ---- event ------------------------ host waits for the sums ---- the optimizer
+                                           |                                        ^
+    host                                   '--> done?, cancelled?                   |
+                                                     |                              |
+    group's stream                                   '--> operation --> done? --> operation --> done?
 
-Two rules apply to all work enqueued on a device here; docs/gpu.md ("One operation at a time") gives the reasons:
+Two rules apply to all work that this package enqueues on a device; docs/gpu.md ("One operation at a time") gives the
+reasons:
 
-*   Nothing is enqueued behind an unfinished collective, on any stream.  With CUDA_DEVICE_MAX_CONNECTIONS=1 the work
+*   Nothing is enqueued behind an unfinished collective, on any stream.  With CUDA_DEVICE_MAX_CONNECTIONS=1 such work
     would block the only hardware queue, and so all kernels of the model.
-*   The host never waits inside CUDA, where a revocation cannot interrupt it.  Instead ``until`` polls the event and the
-    cancel token.
+*   The host never waits inside CUDA, where a revocation cannot interrupt the wait.  Instead ``until`` polls the event
+    and the cancel token.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken
 
 STUCK_SECONDS = 60.0
-"""Seconds in which a device must finish its own copies; if it does not, it counts as stuck (``DeviceStuck``)."""
+"""Time limit in seconds for work that depends on one device only; after it the device is stuck (``DeviceStuck``)."""
 _SPINS, _PAUSE, _LONGEST_PAUSE = 20, 0.00002, 0.0005
 
 
 class DeviceStuck(RuntimeError):
-    """A device does not finish work that depends on no other device, so the contents of a bucket are unknown."""
+    """A device has not finished local work, such as copies, in time, so the contents of a bucket are unknown."""
 
 
 def pauses() -> Iterator[None]:
-    """Pace a polling loop: some iterations without a pause, then growing pauses, which release the GIL."""
+    """Iterator for a polling loop: the first steps do not pause, later steps sleep for growing times."""
     for _ in range(_SPINS):
         yield
     pause = _PAUSE
@@ -47,9 +48,9 @@ def pauses() -> Iterator[None]:
 
 
 def until(event: Any, check: Callable[[], None]) -> None:
-    """Wait until the device has reached ``event`` (of torch.cuda).
+    """Wait until the device has reached ``event``, an event of torch.cuda.
 
-    ``check``: called repeatedly; raises to end the wait.  Raises its errors, and CUDA's errors for a broken device.
+    ``check``: called repeatedly; an error that it raises ends the wait.  Raises CUDA's errors if the device is broken.
     """
     for _ in pauses():
         if event.query():
@@ -58,10 +59,10 @@ def until(event: Any, check: Callable[[], None]) -> None:
 
 
 def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> Callable[[], None]:
-    """Return a ``check`` for ``until`` that raises ``DeviceStuck`` after ``seconds``.
+    """Return an argument ``check`` for ``until`` that raises ``DeviceStuck`` after ``seconds``.
 
-    For work that depends on this device only.  The time begins at the first check; if ``since`` is given, at the first
-    check after this token was cancelled.
+    Use it for work that depends on one device only.  The time begins at the first check.  If ``since`` is given, the
+    time begins at the first check after the token ``since`` was cancelled.
     """
     end = math.inf
 
@@ -70,27 +71,28 @@ def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> 
         if since is None or since.cancelled:
             end = min(end, time.monotonic() + seconds)
             if time.monotonic() > end:
-                raise DeviceStuck(f"the device has not finished its own copies within {seconds:g} s")
+                raise DeviceStuck(f"the device has not finished its local work within {seconds:g} s")
 
     return check
 
 
 def drained(device: torch.device, check: Callable[[], None]) -> None:
-    """Wait until all work enqueued on the current stream of ``device`` is done; raises as ``until`` does."""
+    """Wait until all work on this thread's current stream of ``device`` is done.  Raises the errors of ``until``."""
     until(made_so_far(device), check)
 
 
 def made_so_far(gpu: torch.device | None) -> Any:
-    """Record an event on this thread's current stream, for ``beside``; return None if ``gpu`` is None."""
+    """Record an event on this thread's current stream of ``gpu`` and return it; return None if ``gpu`` is None."""
     return None if gpu is None else torch.cuda.current_stream(gpu).record_event()
 
 
 @contextmanager
 def beside(gpu: torch.device | None, made: Any, check: Callable[[], None]) -> Iterator[None]:
-    """Run the copies of the body on a new stream of ``gpu``, concurrently with the computation on other streams.
+    """Context whose body runs its copies on a new stream of ``gpu``, concurrently with the computation.
 
-    The body begins when the device has reached event ``made``; all copies are done when the context exits.  ``check``:
-    as for ``until``, for the wait for ``made``.  Raises ``DeviceStuck`` if the copies do not finish.
+    The body begins when the device has reached the event ``made``; ``check``: as in ``until``, for this wait.  All
+    copies are done when the context exits.  Raises ``DeviceStuck`` if the copies do not finish.  If ``gpu`` is None,
+    the body runs at once.
     """
     if gpu is None:
         yield
@@ -104,24 +106,24 @@ def beside(gpu: torch.device | None, made: Any, check: Callable[[], None]) -> It
 
 
 class Order:
-    """Calls that prevent a transport or backend from reading a bucket before the device has computed it.
+    """Methods that prevent a transport or backend from reading a bucket before the device has computed the bucket.
 
-    This base class is for a synchronous device, the CPU, and so does nothing.
+    This base class is for the CPU, where a submitted bucket is always computed, so its methods do nothing.
     """
 
     def submitted(self) -> object:
-        """Return a token that ``begin`` waits for; called in the thread that submits a bucket."""
+        """Return a token for the present computation of the calling thread, which submits a bucket; see ``begin``."""
         return None
 
     def begun(self, token: object) -> bool:
-        """Return whether ``begin(token)`` would return at once."""
+        """Return whether the bucket of ``token`` is computed, so that ``begin(token)`` does not block."""
         del token
         return True
 
     def begin(self, token: object) -> None:
-        """Wait until the submitted bucket has been computed; called before the bucket is first read.
+        """Wait until the bucket of ``token`` is computed; called before the bucket is read.
 
-        Raises ``EpochRevoked`` if the token was cancelled before the end of the computation was seen.
+        Raises ``EpochRevoked`` if the epoch was revoked before the host saw the end of the computation.
         """
         del token
 
@@ -130,32 +132,32 @@ class Order:
         return nullcontext()
 
     def finish(self) -> None:
-        """Block until all tensor operations of the collective are done; called at the end of a collective."""
+        """Block until all tensor operations that this object has enqueued are done; called after a collective."""
         return None
 
 
 class DeviceStream(Order):
-    """Dedicated stream on an asynchronous device, for a group's operations; see the module's docstring.
+    """Dedicated stream of a GPU for a group's operations; see the module's docstring.
 
-    ``submitted`` records an event on the current stream of the thread that submits a bucket.  The host waits for the
-    event, and then checks the cancel token, before anything is sent.  Reason: when a model-parallel peer dies, the
-    groups inside the replica are aborted, and gradients are computed from the garbage that their kernels leave.  The
-    token is cancelled before that, so a gradient is valid if its event was seen before the cancellation.  A collective
-    is reported as finished only when the host has seen its last operation done; then the bucket may be used on any
-    stream.
+    ``submitted`` records an event on the current stream of the thread that submits a bucket.  Before anything is sent,
+    the host waits for this event and then checks the cancel token.  The check is needed because gradients may be
+    garbage: when a model-parallel peer dies, the groups inside the replica are aborted, and their kernels leave garbage
+    in their outputs.  The token is cancelled before the abort, so gradients are valid if the host saw the event before
+    the cancellation.  When a collective is finished, the host has seen its last operation done, so the bucket may be
+    used on any stream.
 
-    The progress thread is a new thread, whose current CUDA device is device 0; so it runs in ``on_device``.  The
-    stream has the highest priority, since its work is short and all members wait for it.
+    In a new thread such as the progress thread, device 0 is current, so it must run in ``group_factory.on_device``.
+    The stream has the highest priority, because its work is short and all members wait for it.
 
-    ``device``: must have an index, else ValueError.  ``cuda``: ``torch.cuda`` or a double.  ``stream``: None: a new
-    stream.
+    ``device``: must have an index, otherwise ``ValueError`` is raised.  ``cuda``: ``torch.cuda`` or a double.
+    ``stream``: stream to use; None: a new stream.
     """
 
     def __init__(
         self, device: torch.device, cancel_token: CancelToken, cuda: Any = torch.cuda, stream: Any = None
     ) -> None:
         if device.type == "cuda" and device.index is None:
-            raise ValueError(f"device {device} has no index, so each thread could use another GPU: give its index")
+            raise ValueError(f"device {device} has no index, so each thread could use another GPU: pass the index")
         self._device = device
         self._cancel_token = cancel_token
         self._cuda = cuda
@@ -171,7 +173,7 @@ class DeviceStream(Order):
 
     def begin(self, token: Any) -> None:
         until(token, self._cancel_token.check)
-        self._cancel_token.check()  # after the event: gradients computed after a cancellation may be garbage
+        self._cancel_token.check()  # must follow the wait: gradients computed after a cancellation may be garbage
 
     def scope(self) -> AbstractContextManager[object]:
         scope: AbstractContextManager[object] = self._cuda.stream(self._stream)
@@ -180,13 +182,13 @@ class DeviceStream(Order):
     def finish(self) -> None:
         """Wait for all work on this stream.
 
-        A revocation does not interrupt the wait, since the work is local and may be writing a bucket.  If the work is
-        not done ``STUCK_SECONDS`` after the revocation, raises ``DeviceStuck``.
+        A revocation does not interrupt the wait, because the work is local and may be writing a bucket.  Raises
+        ``DeviceStuck`` if the work is not done ``STUCK_SECONDS`` after a revocation.
         """
         until(self._event(), within(since=self._cancel_token))
 
     def _event(self) -> Any:
-        """Record an event behind all work enqueued on the stream so far."""
+        """Record an event behind all work that is enqueued on the stream, and return the event."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event

@@ -1,8 +1,8 @@
-"""Interface between a group and the membership: epoch, cancel token, errors, key-value stores of a rendezvous.
+"""Interface between a group and the membership: epoch, cancel token, errors, key-value stores for the rendezvous.
 
-When a collective raises ``EpochRevoked``, the epoch in which the collective was started is over: the group of that
-epoch no longer touches a bucket or a ledger, and sends nothing more.  Every segment of a bucket is either the untouched
-local gradient or the finished sum; the bucket's ledger states which.
+When a collective raises ``EpochRevoked``, the collective's epoch is over.  From then on the group of that epoch does
+not access a bucket or a ledger, and sends nothing.  Every segment of a bucket is either this worker's own gradient,
+untouched, or the finished sum; the bucket's ledger records which of the two.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 
 
 class PeerLost(ConnectionError):
-    """The connection to another member broke.  Only this package and layer 2 see it; users see ``EpochRevoked``.
+    """The connection to another member broke.  Users of a group get ``EpochRevoked`` instead of this error.
 
-    ``peer``: worker id of the other member, if it is known.  ``unreachable``: True if the network path to the peer
-    fails in one direction or both; False if the peer closed the connection.
+    ``peer``: worker id of that member; None if unknown.  ``unreachable``: True if the network path to that member
+    fails in one direction or both; False if the connection was closed at the other end.
     """
 
     def __init__(self, text: str, peer: int | None = None, *, unreachable: bool = False) -> None:
@@ -31,19 +31,22 @@ class PeerLost(ConnectionError):
         self.unreachable = unreachable
 
     def bare(self) -> PeerLost:
-        """Return a copy without traceback, whose frames would keep connections and memory of the epoch alive."""
+        """Return a copy without traceback, because its frames would keep the epoch's connections and memory alive."""
         return PeerLost(str(self), self.peer, unreachable=self.unreachable)
 
 
 class CollectiveMismatch(RuntimeError):
     """The members of an epoch did not issue the same collectives in the same order: a fault of the calling program.
 
-    It is detected before parts of different collectives are summed.
+    This error is raised before parts of different collectives are summed.
     """
 
 
 class LedgerError(ValueError):
-    """A ledger is invalid, or contradicts another member's: a fault of the calling program, or a damaged message."""
+    """A ledger is invalid, or contradicts the ledger of another member.
+
+    The cause is a fault of the calling program, or a damaged message.
+    """
 
 
 class Epoch(Protocol):
@@ -55,20 +58,20 @@ class Epoch(Protocol):
 
     @property
     def members(self) -> Sequence[int]:
-        """Worker ids of this column in ring order, equal on all members."""
+        """Worker ids of the column's members in ring order; the same list on all members."""
 
     @property
     def me(self) -> int:
         """Worker id of this member."""
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` once, from any thread, when the epoch ends; at once if it has ended already."""
+        """Call ``callback(reason)`` once, in any thread, when the epoch ends; if it has ended already, call it now."""
 
 
 class SessionEpoch:
-    """Epoch of a worker's membership session, from the plan that ``Session.join`` returned.
+    """``Epoch`` for a group whose plan came from ``Session.join``.
 
-    ``column``: members of the plan that form the group, in ring order.
+    ``plan``: the result of ``Session.join``.  ``column``: worker ids of the group's members, in ring order.
     """
 
     def __init__(self, session: Session, plan: Plan, me: int, column: Sequence[int]) -> None:
@@ -85,19 +88,21 @@ class SessionEpoch:
                 callback(reason)
 
         self._session.on_revoke(revoked)
-        # Register first, check second, so that a concurrent revocation is not missed.
+        # Check only after the registration: in the other order a revocation between the two would be missed.
         if self._session.epoch != self.number or self._session.revoked:
-            revoked(self.number, "the epoch was over before its group was opened")
+            revoked(self.number, "the epoch ended before its group was opened")
 
 
 class CancelToken:
-    """Token that is cancelled once; from then on every operation of the group raises ``EpochRevoked``.
+    """Token of one epoch.  When it is cancelled, every operation of the epoch's groups raises ``EpochRevoked``.
 
-    ``cancel`` may be called from any thread, also while other threads wait: it calls the wakers, which end the waits.
-    ``all_heard``: makes all live members cancel their tokens of this epoch, and returns when all have done so; raises a
-    ``MembershipError`` if this member is out of the run, and so cannot learn that.  The session's thread must not
-    call it.  ``in_touch``: returns when the coordinator has confirmed that this member was live at the time of the call
-    or later; it may raise ``EpochRevoked``.
+    Any thread may call ``cancel``, which calls the wakers (``on_cancel``) to end the waits of other threads.
+
+    ``all_heard``: function that makes all live members cancel their tokens of this epoch, and returns when all have
+    done so.  It raises ``MembershipError`` if this member is out of the run.  The session's thread must not call it.
+
+    ``in_touch``: function that returns when the coordinator has confirmed that this member was live at the time of the
+    call or later; it may raise ``EpochRevoked``.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class CancelToken:
         self.in_touch = in_touch
         self.reason = ""
         self.lost: PeerLost | None = None
-        """Failed connection that cancelled the token; None if another reason, such as the coordinator, cancelled it."""
+        """Connection failure that cancelled the token; None if the token is not cancelled, or has another reason."""
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
@@ -118,7 +123,7 @@ class CancelToken:
         return self._cancelled.is_set()
 
     def cancel(self, reason: str | PeerLost) -> None:
-        """Cancel the token and call the wakers.  Later calls have no effect: the first reason is kept."""
+        """Cancel the token for ``reason`` and call the wakers.  If the token is cancelled already, do nothing."""
         with self._lock:
             if self._cancelled.is_set():
                 return
@@ -131,7 +136,10 @@ class CancelToken:
             waker()
 
     def on_cancel(self, waker: Callable[[], None]) -> None:
-        """Call ``waker`` when the token is cancelled, or now if it is.  ``waker`` must be quick and must not raise."""
+        """Call ``waker`` when the token is cancelled; if it is cancelled already, call ``waker`` now.
+
+        ``waker`` must return quickly and must not raise.
+        """
         with self._lock:
             if not self._cancelled.is_set():
                 self._wakers.append(waker)
@@ -148,7 +156,7 @@ class CancelToken:
             raise self.error()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Block until the token is cancelled, and return True; return False if ``seconds`` pass first."""
+        """Wait until the token is cancelled; return True.  If ``seconds`` (None: no limit) pass first, return False."""
         return self._cancelled.wait(seconds)
 
 
@@ -156,18 +164,18 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 
 
 class KeyValue(Protocol):
-    """Subset of ``torch.distributed.Store`` that a rendezvous needs; any shared key-value service can provide it."""
+    """Methods of ``torch.distributed.Store`` that the members of a group use to find each other."""
 
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> bytes: ...
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set; must not block."""
+        """Return whether all keys are set, without blocking."""
 
 
 class Known:
-    """Key-value store for values that all members know already, so that nothing is published and nothing blocks."""
+    """Key-value store for values that all members know in advance; it never communicates and never blocks."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
@@ -183,10 +191,10 @@ class Known:
 
 
 def await_key(store: KeyValue, key: str, cancel_token: CancelToken, timeout: float) -> str:
-    """Wait until a member has set ``key``; return the value.
+    """Wait until a member has set ``key`` in ``store``; return the value.
 
-    Raises ``EpochRevoked`` when the token is cancelled and ``TimeoutError`` after ``timeout`` seconds.  The store is
-    polled with growing pauses, since a wait inside a store cannot be interrupted.
+    Raises ``EpochRevoked`` when the token is cancelled, and ``TimeoutError`` after ``timeout`` seconds.  The function
+    polls the store with growing pauses, since a cancellation could not interrupt a blocking wait of the store.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
     while not store.check([key]):

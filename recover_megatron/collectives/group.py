@@ -1,4 +1,4 @@
-"""Group of one column in one epoch: the interface to layer 2.
+"""Group of one column in one epoch: the collectives on gradient buckets that in-step recovery (layer 2) calls.
 
     open_group(epoch, ...)  -->  all_reduce / reduce_scatter / all_gather  -->  close()
                                         |
@@ -28,13 +28,13 @@ from recover_megatron.collectives.progress import Executor, Handle, ProgressThre
 
 
 class Memo[V]:
-    """Cache by key, cleared when the weight of its values exceeds ``most``.
+    """Cache of values by key.  When the total weight of its values exceeds ``most``, the cache is emptied.
 
-    For any thread: if two threads need a value at the same time, it may be created twice.
+    Any thread may use the cache.  If two threads request a missing value at the same time, both may create the value.
     """
 
     def __init__(self, most: int, weight: Callable[[V], int]) -> None:
-        """``weight``: returns the weight of a value, in the unit of ``most``."""
+        """``most``: maximum total weight.  ``weight``: function of a value that returns its weight."""
         self._most = most
         self._weight = weight
         self._known = dict[Hashable, V]()
@@ -44,7 +44,10 @@ class Memo[V]:
         return len(self._known)
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the cached value for ``key``, else ``make()``, whose result must depend on ``key`` only."""
+        """Return the cached value for ``key``; if none is cached, cache and return ``make()``.
+
+        The result of ``make`` must depend on ``key`` only.
+        """
         known = self._known.get(key)
         if known is None:
             known = make()
@@ -57,13 +60,13 @@ class Memo[V]:
 
 
 Shards = Sequence[Sequence[Span]]
-"""Spans of a bucket that each rank owns, as one ascending sequence per rank."""
+"""Spans of a bucket that a rank owns, ascending, for each rank."""
 MAX_DIGEST = 1 << 20
-"""Maximum count of numbers that one member sends in ``exchange``, such as the digest of its ledgers."""
+"""Maximum number of integers that one member may send in one call of ``Group.exchange``."""
 
 
 MOST_SPANS = 1 << 16
-"""Limit of a group's cache of chunks, in spans of the chunks."""
+"""Maximum total number of spans in the chunks that one group caches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,21 +78,21 @@ class BucketCollective:
     flat: torch.Tensor
     ledger: Ledger
     chunks: Chunks
-    """Spans of the bucket that take part in the collective, by rank of their owner."""
+    """Spans that a rank owns, for each rank; the collective leaves all other spans of the bucket unchanged."""
     to: tuple[int, ...]
-    """Distances in ranks from each owner to the members that receive the owner's chunk."""
+    """Receivers of a chunk: distance d means the member whose rank is d above the owner's rank, modulo the size."""
     reduce: bool = False
     final: Sequence[Span] = ()
-    """Spans that are final on this member already; they are marked REDUCED when the collective begins."""
+    """Spans of this member whose values need no sum; they are marked REDUCED when the collective begins."""
     epoch_of: Callable[[int], int] | None = None
-    """Returns the epoch with which a finished span is marked, by its first element; None: the group's epoch."""
+    """Function: index of a finished span's first element -> epoch to record for the span.  None: the group's epoch."""
 
 
 class Group(ABC):
-    """Common base of the groups over a ring and over a backend.
+    """Base class of the groups that sum over a ring (``RingGroup``) or with a library such as NCCL (``NativeGroup``).
 
-    ``progress``: thread that carries out the collectives of this group, perhaps also of other groups of the epoch; the
-    group uses the thread's cancel token.  ``device``: device of all buckets; None: the CPU.
+    ``progress``: thread that runs the collectives of this group; several groups of the epoch may share it.  Cancelling
+    the thread's token cancels the group.  ``device``: device of all buckets; None: the CPU.
     """
 
     cut_bytes = 1
@@ -111,18 +114,23 @@ class Group(ABC):
     # ---- collectives
 
     def all_reduce(self, bucket: Bucket) -> Handle:
-        """Sum the LOCAL spans of ``bucket`` in its dtype; afterwards the complete bucket is REDUCED at every member."""
+        """Sum the LOCAL spans of ``bucket`` over all members, in the bucket's dtype.
+
+        When the returned handle is finished, the complete bucket is REDUCED at every member.
+        """
         cut = max(1, self.cut_bytes // bucket.flat.element_size())
         local = bucket.ledger.local
         chunks = self._chunks.get((local, cut), lambda: frozen(even_chunks(local, self.size, cut)))
         return self._reduce(bucket, chunks, self.everybody)
 
     def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: Collection[int] = ()) -> Handle:
-        """Sum the LOCAL spans; afterwards each member has its shard of the sum, REDUCED, in its bucket.
+        """Sum the LOCAL spans over all members.  Afterwards each member's own shard of the bucket is REDUCED.
 
-        ``shards``: spans of each rank, disjoint, together the complete bucket; None: equal shards, in rank order.  The
-        rest of the bucket keeps the member's own gradient.  ``shadows``: distances in ranks from a member to those that
-        also receive the member's finished shard (in a ring, all members in between receive it, too).
+        All other elements of the bucket keep the member's own gradient.  ``shards``: for each rank, the spans of its
+        shard; the shards are disjoint and together cover the bucket.  None: equal shards, in rank order.
+
+        ``shadows``: additional receivers of a finished shard, as distances in ranks from the shard's owner.  In a ring,
+        all members between the owner and a receiver also get the shard.
         """
         numel, local = bucket.ledger.numel, bucket.ledger.local
         key = numel, local, None if shards is None else frozen(shards)
@@ -133,11 +141,11 @@ class Group(ABC):
         """Send every member's shard to all members: parameters after the distributed optimizer's step.
 
         Each member's own shard counts as finished, and is marked REDUCED.  ``shards``: as for ``reduce_scatter``.
-        ``missing``: do not send REDUCED spans again; the members' ledgers must be equal (all LOCAL, or after a
+        ``missing``: if True, send only LOCAL spans; then the ledgers of all members must be equal (for example after
         ``pull``).
 
-        After ``EpochRevoked`` call ``pull`` in the next epoch; if a span is still LOCAL after that, no live member has
-        it.  If a member may be interrupted before this call, it must mark its own shard in the ledger before.
+        After ``EpochRevoked`` call ``pull`` in the next epoch.  If a span is still LOCAL after that, no live member has
+        the span's values.  A member that may be interrupted before this call must first mark its own shard REDUCED.
         """
         all_shards = self._shards(bucket.ledger.numel, shards)
         local = within(bucket.ledger.local, all_shards)
@@ -147,10 +155,10 @@ class Group(ABC):
         )
 
     def pull(self, buckets: Sequence[Bucket]) -> None:
-        """Exchange the ledgers, and send all spans that are REDUCED at some member to all members.  Blocks.
+        """Exchange the ledgers, then send every span that is REDUCED at some member to all members.  Blocks.
 
-        Afterwards the ledgers of all members are equal; each span keeps the epoch in which its sum was finished.  Only
-        LOCAL spans are overwritten.  If the call is interrupted, spans that have arrived stay REDUCED.
+        Only LOCAL spans are overwritten.  Afterwards the ledgers of all members are equal.  A received span is marked
+        with the epoch in which its sum was finished.  If the call is interrupted, spans that have arrived stay REDUCED.
         Raises ``EpochRevoked``, ``LedgerError``.
         """
         ledgers = self._exchange_ledgers([bucket.ledger for bucket in buckets])
@@ -175,19 +183,20 @@ class Group(ABC):
 
     @property
     def lost(self) -> PeerLost | None:
-        """Failed connection of this member that cancelled the group; None if there is none, or another cause did."""
+        """Connection failure that cancelled the group; None if the group is not cancelled, or for another reason."""
         return self._cancel_token.lost
 
     def abort(self, reason: str) -> None:
-        """Make all present and later operations of this group, and of groups with its thread, raise ``EpochRevoked``.
+        """Cancel the token of the group's progress thread, for ``reason``; any thread may call this.
 
-        For any thread.  The neighbours' operations fail, too.  When the wait for a collective has raised, or ``close``
-        has returned, the buckets belong to the caller again.
+        All present and later operations of this group, and of all groups that share the thread, raise ``EpochRevoked``.
+        The operations of the neighbours fail, too.  The caller may use a bucket again when ``Handle.wait`` has raised,
+        or ``close`` has returned.
         """
         self._cancel_token.cancel(reason)
 
     def close(self) -> None:
-        """Finish the submitted collectives (if the epoch is revoked, fail them), and release all resources."""
+        """Wait for the submitted collectives (they fail if the epoch is revoked), then release all resources."""
         self._progress.close(self._executor)
 
     @property
@@ -232,7 +241,7 @@ class Group(ABC):
         return [[span for span in shard if len(span)] for shard in shards]
 
     def _exchange_ledgers(self, ledgers: Sequence[Ledger]) -> list[list[Ledger]]:
-        """Return every member's ledgers, by rank."""
+        """Send this member's ledgers to all members; return the ledgers of each member, by rank."""
         digest = [len(ledgers), *(number for ledger in ledgers for number in ledger.digest())]
         everyone = []
         for rank, numbers in enumerate(self.exchange(digest)):
@@ -249,17 +258,20 @@ class Group(ABC):
         return everyone
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send every member's list of 64-bit integers to all members; return the lists, by rank.  Blocks."""
+        """Send this member's list of 64-bit integers to all members; return the lists of all members by rank.  Blocks.
+
+        The lists may differ in length.
+        """
         if len(numbers) > MAX_DIGEST:
-            raise LedgerError(f"a message of {len(numbers)} numbers exceeds the limit of {MAX_DIGEST}")
+            raise LedgerError(f"this worker cannot send {len(numbers)} numbers at a time: the limit is {MAX_DIGEST}")
         lengths = [row[0] for row in self._exchange_equal([len(numbers)], 1)]
         if not all(0 <= length <= MAX_DIGEST for length in lengths):
-            raise LedgerError(f"a member announced a message of {max(lengths)} numbers; the limit is {MAX_DIGEST}")
+            raise LedgerError(f"a member announced an invalid message: {max(lengths)} numbers, limit {MAX_DIGEST}")
         rows = self._exchange_equal(numbers, max(lengths))
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def exchange_doubles(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Send float64 numbers, equally many from each member, to all, bit for bit; otherwise as ``exchange``."""
+        """Like ``exchange`` for float64 numbers, which arrive bit for bit; each member must send equally many."""
         bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
         return torch.tensor(self._exchange_equal(bits, len(bits)), dtype=torch.int64).view(torch.float64).tolist()
 
@@ -275,7 +287,10 @@ class Group(ABC):
 
 
 def share_sources(fragments: Sequence[Held], size: int) -> list[list[Span]]:
-    """Return the spans that each rank sends: each fragment comes from its least loaded holder, on a tie the lowest."""
+    """Choose a sender for each of ``fragments``; return for each rank the spans that the rank sends.
+
+    The sender is the holder that has the fewest elements to send so far; on a tie, the holder with the lowest rank.
+    """
     load = [0] * size
     chunks: list[list[Span]] = [[] for _ in range(size)]
     for fragment in fragments:

@@ -1,4 +1,4 @@
-"""Factory for the groups of an epoch; the only module that uses all kinds of group and transport."""
+"""Factory for the groups of an epoch; the only module that imports all kinds of groups and transports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from recover_megatron.collectives.transport.tcp import TcpTransport
 
 Collective = Literal["ring", "native"]
 TransportKind = Literal["tcp", "tcp-inline"]
-"""Transport of a ring: "tcp" also uses shared memory between neighbours on one host, "tcp-inline" only TCP."""
+"""Transport of a ring: "tcp" uses shared memory between neighbours on one host, else TCP; "tcp-inline" only TCP."""
 
 
 def open_ring_listener(host: str = "127.0.0.1", transport_kind: TransportKind = "tcp") -> RingListener:
-    """Open a listener for the ring of a group that ``open_group`` opens later with the same host and transport kind."""
+    """Open a listener to pass to ``open_group`` later, with the same ``host`` and ``transport_kind``."""
     return RingListener(host, _slots(Tuning(), transport_kind))
 
 
@@ -42,9 +42,9 @@ def cancel_token_of(epoch: Epoch) -> CancelToken:
 
 
 def on_device(collective: Collective, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that makes ``device`` the current device, for every thread that calls CUDA or NCCL.
+    """Return a context in which ``device`` is the calling thread's current device.
 
-    Without it, device 0 is current in a new thread, whatever device the process uses.
+    Every thread that calls CUDA or NCCL must enter it, because in a new thread device 0 is current.
     """
     if collective == "native":
         cuda: AbstractContextManager[object] = libraries.load().cuda.device(device)
@@ -55,7 +55,7 @@ def on_device(collective: Collective, device: torch.device) -> AbstractContextMa
 def progress_thread(
     cancel_token: CancelToken, device: torch.device, name: str, collective: Collective
 ) -> ProgressThread:
-    """Create the progress thread of one group, or of all groups of ``device`` in an epoch."""
+    """Create a progress thread for one group, or for all groups of ``device`` in an epoch."""
     return ProgressThread(cancel_token, name, partial(on_device, collective, device))
 
 
@@ -76,17 +76,20 @@ def open_group(
     communicators: Keeper | None = None,
     progress: ProgressThread | None = None,
 ) -> Group:
-    """Open a group with the other members of ``epoch``; every member must call this with the same arguments.
+    """Open a group of the members of ``epoch``; every member must call this with the same options.
 
-    ``store``: each key is written once, under ``ring/<name>/<epoch>``.  ``name``: of the column, unique in the epoch.
-    ``collective``: "native" uses NCCL's collectives; "ring" uses ``transport_kind``, and host memory if ``device`` is a
-    GPU.  ``timeout``: seconds in which all members must have joined.  ``ring_listener``: from ``open_ring_listener``;
-    the group takes ownership.  ``tuning``: for a ring.  ``hook``: for tests and fault injection.  ``communicators``:
-    keeper of the NCCL communicators; None: they are destroyed with the group.  ``progress``: thread that runs the
-    collectives of all groups of a device, in the order in which buckets are submitted (the order must be equal at all
-    members), and whose token is cancelled when ``epoch`` is revoked.  Default: a separate thread for this group.
+    ``store``: key-value store for the rendezvous; each key is written once, and begins with ``ring/<name>/<epoch>``.
+    ``name``: name of the column, unique in the epoch.  ``collective``: "native": NCCL's collectives.  "ring": a ring
+    over ``transport_kind``; if ``device`` is a GPU, its data goes through host memory.  ``host``: address of this
+    machine that the other members can reach.  ``timeout``: seconds in which all members must have joined.
+    ``tuning``, ``ring_listener`` (from ``open_ring_listener``; the group closes it): only for a ring.
+    ``communicators``: pool from which NCCL communicators are reused; None: each group opens and aborts its own.
+    ``hook``: for tests and fault injection.
 
-    Raises ``TimeoutError``, and ``EpochRevoked``, also if a member is lost while the group is being opened.
+    ``progress``: thread that several groups share.  Its token must be cancelled when ``epoch`` is revoked, and all
+    members must submit buckets in the same order.  None: the group gets a separate thread.
+
+    Raises ``TimeoutError``.  Raises ``EpochRevoked``, also if a member is lost while the group is being opened.
     """
     device = device or torch.device("cpu")
     progress = progress or progress_thread(
@@ -109,6 +112,6 @@ def open_group(
             if device.type == "cuda":
                 transport = StagedTransport(transport, device, cancel_token)
             return RingGroup(epoch, progress, transport, device=device, tuning=tuning, hook=hook)
-    except PeerLost as lost:  # the loss of a member ends the epoch for this worker
+    except PeerLost as lost:  # without a group this worker cannot use the epoch, so it treats the epoch as revoked
         cancel_token.cancel(lost)
         raise EpochRevoked(cancel_token.epoch, str(lost)) from lost

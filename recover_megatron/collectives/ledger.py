@@ -1,14 +1,14 @@
-"""Gradient bucket with its ledger, which records for each element: LOCAL, or REDUCED and in which epoch.
+"""Gradient bucket with its ledger, which records the state of each element: LOCAL, or REDUCED in an epoch.
 
-        LOCAL  --mark(span, epoch)-->  REDUCED(epoch)          never back, until clear() at the next iteration
+        LOCAL  --mark(span, epoch)-->  REDUCED(epoch)  --clear(), at the next iteration-->  LOCAL
 
 LOCAL: the element is this worker's own accumulated gradient.  REDUCED(e): the element is the finished sum over the
-members of epoch e, bit for bit equal at all members where it is REDUCED.  Spans are ranges of elements, not numbers of
-segments, because chunks and segments change with the number of members, and finished elements do not.  A ledger
-replaces its tuple of spans atomically, so a reader in another thread always sees a valid ledger.
+members of epoch e; all members that have the finished sum have equal bits.  A span is a range of elements, because
+chunks and segments change with the number of members, but elements do not.  A ledger replaces its tuple of spans
+atomically, so a reader in another thread always sees a valid ledger.
 
-After a loss, finished sums are saved (``SavedSums``) while lost microbatches are run again and accumulate into the
-bucket.  ``Memory`` decides where the saved sums are: on their device, or on the host if the device is full.
+After a loss, lost microbatches are run again and accumulate into the bucket.  ``SavedSums`` saves the finished sums
+before that.  ``Memory`` chooses the device for the saved sums, or the host if the device is full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from recover_megatron.collectives.epoch import LedgerError
 
 MAX_SPANS = 1 << 20
-"""Largest number of spans that is accepted in another member's digest of its ledger."""
+"""Maximum number of spans in a ledger that another member sends; ``from_digest`` refuses more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,7 +49,7 @@ class Reduced(Span):
 
 @dataclass(frozen=True, slots=True)
 class Held(Span):
-    """Span that is entirely REDUCED at ``holders`` (ranks, ascending), and entirely LOCAL at every other rank."""
+    """Span that is completely REDUCED in ``epoch`` at ``holders`` (ascending ranks), and LOCAL at all other ranks."""
 
     epoch: int
     holders: tuple[int, ...]
@@ -59,7 +59,7 @@ _start = attrgetter("start")
 
 
 class Ledger:
-    """LOCAL or REDUCED state of every element of a bucket with ``numel`` elements; at first all are LOCAL."""
+    """State, LOCAL or REDUCED, of each of the ``numel`` elements of a bucket; ``reduced``: spans REDUCED at first."""
 
     def __init__(self, numel: int, reduced: Iterable[Reduced] = ()) -> None:
         self.numel = numel
@@ -83,7 +83,7 @@ class Ledger:
 
     @property
     def local(self) -> tuple[Span, ...]:
-        """LOCAL spans: the complement of ``reduced``."""
+        """LOCAL spans, ascending: all elements that are not in ``reduced``."""
         gaps, at = [], 0
         for span in self._reduced:
             if span.start > at:
@@ -107,7 +107,7 @@ class Ledger:
         return at >= span.stop
 
     def mark(self, span: Span, epoch: int) -> None:
-        """Mark ``span`` REDUCED in ``epoch``; raise ``LedgerError`` if an element is REDUCED already."""
+        """Mark ``span`` REDUCED in ``epoch``.  Raises ``LedgerError`` if an element of it is REDUCED already."""
         if not 0 <= span.start <= span.stop <= self.numel:
             raise LedgerError(f"span {span.start}:{span.stop} is not within a bucket of {self.numel} elements")
         if span.start == span.stop:
@@ -130,12 +130,15 @@ class Ledger:
         self._reduced = ()
 
     def digest(self) -> list[int]:
-        """Return the ledger as numbers, to be sent: ``[numel, number of spans, start, stop, epoch, start, ...]``."""
+        """Return the ledger as numbers to send: ``[numel, number of spans, start, stop, epoch, start, ...]``."""
         return [self.numel, len(self._reduced), *(x for s in self._reduced for x in (s.start, s.stop, s.epoch))]
 
 
 def from_digest(numbers: Sequence[int]) -> tuple[Ledger, int]:
-    """Read a ledger from the start of ``numbers``; return ledger and count of numbers read.  Raises ``LedgerError``."""
+    """Read a ledger's ``digest`` at the start of ``numbers``; return the ledger and the digest's length.
+
+    Raises ``LedgerError`` if the digest is malformed.
+    """
     if len(numbers) < 2 or not 0 <= numbers[1] <= MAX_SPANS or len(numbers) < 2 + 3 * numbers[1]:
         raise LedgerError("malformed ledger digest")
     used = 2 + 3 * numbers[1]
@@ -146,9 +149,10 @@ def from_digest(numbers: Sequence[int]) -> tuple[Ledger, int]:
 
 
 def merge(ledgers: Sequence[Ledger]) -> list[Held]:
-    """Return all spans that are REDUCED at some rank, cut so that at each rank a span is all REDUCED or all LOCAL.
+    """Return the spans that are REDUCED at one or more ranks; ``ledgers``: the ledger of each rank for one bucket.
 
-    Raises ``LedgerError`` if an element is REDUCED in different epochs at two ranks, or the buckets differ in size.
+    Spans are cut so that each returned span is, at each rank, either completely REDUCED or completely LOCAL.  Raises
+    ``LedgerError`` if an element is REDUCED in different epochs at two ranks, or the buckets differ in size.
     """
     if len({ledger.numel for ledger in ledgers}) > 1:
         raise LedgerError(f"the members' buckets differ in size: {[ledger.numel for ledger in ledgers]} elements")
@@ -167,7 +171,7 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
         active.update(starts.get(start, ()))
         epochs = set(active.values())
         if len(epochs) > 1:
-            raise LedgerError(f"span {start}:{stop} has different epochs, by rank: {dict(sorted(active.items()))}")
+            raise LedgerError(f"span {start}:{stop} has different epochs (rank: epoch): {dict(sorted(active.items()))}")
         if active:
             fragments.append(Held(start, stop, epochs.pop(), tuple(sorted(active))))
     return fragments
@@ -176,22 +180,28 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
 class Memory:
     """Allocator of the copies of finished sums.  Callers use only ``copy``; tests replace the other methods.
 
-    A recovery may copy up to a complete gradient buffer, and the forward and backward passes of the re-run then need as
-    much memory as usual.  If the copies took that memory, all survivors would run out of memory at the same microbatch.
-    So a copy stays on a GPU only if the peak allocation so far and all copies fit in its memory together.
+    A recovery may copy a complete gradient buffer.  After that, lost microbatches are run again and need as much memory
+    as usual.  If the copies took this memory, all survivors would run out of memory.  So a copy stays on a GPU only if
+    the GPU's memory has room for all copies in addition to the peak allocation so far.
     """
 
     def copy(self, values: torch.Tensor, beside: int = 0) -> torch.Tensor:
-        """Copy ``values`` on their device if it has room, else to the host; ``beside``: bytes of other copies on it."""
+        """Return a copy of ``values`` on their device if the device has room, else on the host.
+
+        ``beside``: bytes that the device must hold for other copies.
+        """
         if self.has_room(values, beside):
             try:
                 return self.on_device(values)
             except torch.OutOfMemoryError:
-                pass  # memory is fragmented, or another process has taken it
+                pass  # the device's memory is fragmented, or another process has allocated it
         return self.on_host(values)
 
     def has_room(self, values: torch.Tensor, beside: int) -> bool:
-        """Return whether the device has room for a copy, the peak allocation and ``beside`` bytes of other copies."""
+        """Return whether the device of ``values`` has room for a copy of ``values`` and ``beside`` bytes more.
+
+        The room is the memory that other processes leave free, minus the peak allocation of this process so far.
+        """
         if values.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(values.device)
@@ -203,7 +213,7 @@ class Memory:
         return values.clone()
 
     def on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``values`` in host memory, pinned if possible: then the copy back runs at full bus speed."""
+        """Return a copy of ``values`` in host memory.  It is pinned if possible, so that copying back is faster."""
         try:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         except RuntimeError:  # no CUDA, or the limit of pinned memory is reached
@@ -212,10 +222,9 @@ class Memory:
 
 
 class Bucket:
-    """Contiguous tensor that is reduced as one unit, as the flat view ``flat``, with its ledger.
+    """Contiguous tensor, with its flat view ``flat``, that is reduced as one unit, and the tensor's ledger.
 
-    From the submission of a collective until ``Handle.wait`` returns the bucket belongs to the group, otherwise to the
-    caller.
+    From the submission of a collective until ``Handle.wait`` returns, only the group may access the bucket.
     """
 
     def __init__(self, tensor: torch.Tensor, ledger: Ledger | None = None) -> None:
@@ -226,18 +235,19 @@ class Bucket:
 
     @classmethod
     def of_gradients(cls, parameters: Iterable[torch.Tensor], extra: int = 0) -> Self:
-        """Create a bucket that holds the parameters' ``grad``, in order, and ``extra`` elements behind them.
+        """Create a bucket that contains the ``grad`` of all ``parameters``, in order, and then ``extra`` elements.
 
-        All parameters must have the same dtype and device.  ``backward`` then accumulates into the bucket, and the
-        optimizer reads its gradients there.  Do not call ``zero_grad``: it would detach the gradients from the bucket.
-        For a distributed parameter (``fully_shard``) the bucket holds the gradient of this worker's shard.
+        All parameters must have the same dtype and device.  ``backward`` accumulates into the bucket, and the optimizer
+        reads the gradients from it.  Call ``Bucket.clear`` in place of ``zero_grad``, which would detach the gradients
+        from the bucket.  For a distributed parameter (``fully_shard``) the bucket contains the gradient of this
+        worker's shard.
         """
         tensors = list(parameters)
         shards = [_shard(parameter) for parameter in tensors]
         flat = torch.zeros(sum(s.numel() for s in shards) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
         at = 0
         for parameter, shard in zip(tensors, shards, strict=True):
-            # Same memory format as the parameter (channels_last): fused optimizers traverse both in parallel.
+            # The gradient needs the parameter's memory format (channels_last): fused optimizers read both in step.
             order = torch.empty_like(shard, device="meta").stride()
             gradient = flat[at : at + shard.numel()].as_strided(shard.shape, order)
             parameter.grad = _laid_out_as(parameter, gradient)
@@ -250,10 +260,10 @@ class Bucket:
         self.ledger.clear()
 
     def save_sums(self, memory: Memory | None = None, beside: int = 0) -> SavedSums:
-        """Copy the REDUCED spans (only these) before gradients are accumulated into the bucket again.
+        """Copy the REDUCED spans; call this before gradients are accumulated into the bucket again.
 
-        ``with bucket.save_sums():`` restores these spans at exit.  ``memory``: allocator of the copies; by default the
-        copies stay on the bucket's device if they fit.  ``beside``: bytes of other buckets' copies on that device.
+        ``with bucket.save_sums():`` copies the saved values back at exit.  ``memory``: allocator of the copies.
+        ``beside``: bytes that the bucket's device must hold for the saved sums of other buckets.
         """
         return SavedSums(self, memory or Memory(), beside)
 
@@ -264,10 +274,10 @@ def _shard(parameter: Any) -> torch.Tensor:
 
 
 def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
-    """Return ``shard`` as a tensor with the distribution of ``parameter``: a DTensor if ``parameter`` is a DTensor."""
+    """Return ``shard``; if ``parameter`` is a DTensor, return a DTensor with equal placements and this local shard."""
     if not is_distributed(parameter):
         return shard
-    from torch.distributed.tensor import DTensor  # takes 0.5 s; callers with DTensors have it loaded
+    from torch.distributed.tensor import DTensor  # imported only here, because a first import takes 0.5 s
 
     return DTensor.from_local(
         shard, parameter.device_mesh, parameter.placements,
@@ -276,7 +286,7 @@ def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(parameter: Any) -> bool:
-    """Return whether ``parameter`` is a DTensor, of which this process may hold only a shard."""
+    """Return whether ``parameter`` is a DTensor; then this process may hold only a shard of it."""
     return hasattr(parameter, "device_mesh")
 
 
@@ -287,7 +297,7 @@ class SavedSums:
         self._bucket = bucket
         self._kept: list[tuple[Span, torch.Tensor]] = []
         self.device_bytes = 0
-        """Bytes of those copies that are on the bucket's device, not on the host."""
+        """Total size in bytes of the copies on the bucket's device; copies on the host do not count."""
         for span in bucket.ledger.reduced:
             copy = memory.copy(bucket.flat[span.start : span.stop], beside + self.device_bytes)
             self._kept.append((span, copy))

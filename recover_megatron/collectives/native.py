@@ -1,26 +1,27 @@
-"""Group that sums with a backend's own collectives (NCCL): for fabrics where they are faster than the ring.
+"""Group that sums with the collectives of a library such as NCCL, where these are faster than the ring.
 
-    a bucket that is computed --> pack --> reduce_scatter --over and believed--> all_gather or transfer --.
-                                                                                                          |
-              handle.finish <-- mark in the ledger <-- copy to the bucket, and wait for it <--over and believed
+    computed bucket --> pack --> reduce_scatter --over and believed--> all_gather or transfer --.
+                                                                                                |
+         handle.finish <-- mark in the ledger <-- copy to the bucket, wait for the copy <--over and believed
 
-An operation is over when the device has run it, and believed if the backend then reports success and the epoch is not
-revoked (`collectives.nccl.communicator`).  An operation is enqueued only when the host knows that the previous
-operation is over (`collectives.device` gives the reason).  The collectives read the bucket or a packed copy, and write
-scratch.  The host enqueues the copy to the bucket only when all operations of a round have succeeded.  So the part of a
-bucket that a round sums is entirely LOCAL or entirely REDUCED; a failed operation leaves garbage only in scratch, which
-is never read.
+An operation is *over* when the device has run it.  An operation that is over is *believed* if the backend then reports
+success and the epoch is not revoked (`collectives.nccl.communicator`).  The next operation is enqueued only when the
+host knows that the previous one is over; `collectives.device` gives the reason.
 
-A backend handles equal parts only, but the chunks of a bucket, each owned by one rank, may differ in length.  Pure
-functions map the chunks to equal parts:
+The operations read the bucket or a packed copy of it, and write only to scratch memory.  The result is copied to the
+bucket when all operations of a round are believed.  So the part of the bucket that a round sums is completely LOCAL or
+completely REDUCED.  A failed operation leaves garbage in scratch memory, where nothing reads it.
+
+A backend's operations need parts of equal length, but the chunks of a bucket, each owned by one rank, may differ in
+length.  So each chunk is copied to a row of scratch memory:
 
     the bucket      | chunk of rank 0 | chunk of rank 1 | ... |        spans anywhere, chunks of any length
 
     scratch         | row 0      | row 1      | ... |                  rows of equal length; the unused end of a
                                                                        row is never read
 
-A row is never longer than the bucket's length divided by the number of members; longer chunks take several rounds.  So
-scratch never takes more memory than the bucket (plus rounding).
+A row is at most as long as the bucket divided by the number of members; longer chunks need several rounds.  So scratch
+memory is at most as large as the bucket (plus rounding).
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ from recover_megatron.collectives.progress import Executor, Handle, Hook, Progre
 from recover_megatron.collectives.transport.interface import Scratch
 
 Message = tuple[torch.Tensor, int]
-"""Contiguous tensor, and its destination or source rank in the group."""
+"""(contiguous tensor, rank of the member to which it is sent or from which it is received)."""
 
 
 Operation = Any
-"""Enqueued operation.  Its tensors belong to the backend until ``wait(operation)`` or ``settle()`` has returned."""
+"""Enqueued operation.  Only the backend may use its tensors until ``wait(operation)`` or ``settle()`` has returned."""
 
 
 class NativeBackend(Order, ABC):
-    """Operations of a collective library on equal parts.
+    """Interface to the operations of a collective library such as NCCL, on parts of equal length.
 
         reduce_scatter / all_gather / transfer      enqueue, in the same order on all members, without blocking
               |
               '-> Operation --wait--> over and believed: its output may be read
                               '-----> EpochRevoked or PeerLost: its output is garbage, as is all later output
 
-    The caller waits for each operation before it enqueues the next operation.  Enqueueing raises the same errors as
-    ``wait``.  Only the group's progress thread calls the methods (except ``submitted``, see ``Order``).
+    The caller waits for each operation before it enqueues the next one.  Enqueueing may raise the same errors as
+    ``wait``.  Only the group's progress thread calls the methods; any thread may call ``submitted`` (see ``Order``).
 
     The two tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and have the same dtype.  Either they do not
     overlap, or the smaller tensor is exactly this member's part of the larger tensor (NCCL's rule for "in place").
@@ -66,31 +67,34 @@ class NativeBackend(Order, ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        """Sum the ``source`` of all members; write this member's part of the sum to ``output``; parts are equal."""
+        """Sum the ``source`` tensors of all members; write this member's part of the sum to ``output``.
+
+        The parts are equally long, and in rank order.
+        """
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        """Write the ``source`` of every member, in rank order, to ``output``."""
+        """Write the ``source`` tensors of all members, in rank order, to ``output``."""
 
     @abstractmethod
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Exchange messages with single members concurrently; a pair of members exchanges at most one each way.
+        """Send and receive messages concurrently; at most one message to, and one from, each other member.
 
-        The same transfer at the other member must contain, for every receive here, a send of equal size and dtype.  A
-        member without messages skips the call.
+        For every receive, the sending member must at the same time call ``transfer`` with a send of equal size and
+        dtype to this member.  A member without messages does not call this.
         """
 
     @abstractmethod
     def wait(self, operation: Operation) -> None:
-        """Block the host until ``operation`` is over and believed; the caller waits once per operation, in order.
+        """Block the host until ``operation`` is over and believed; called once for each operation, in order.
 
-        Raises ``EpochRevoked`` after a revocation.  If a member is dead, raises ``PeerLost`` or blocks until the
-        revocation, depending on the backend.
+        Raises ``EpochRevoked`` after a revocation.  If a member is dead, some backends raise ``PeerLost``, others block
+        until the revocation.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until no operation reads or writes a tensor of the caller any more; called after an error."""
+        """Wait until no enqueued operation reads or writes a tensor of the caller; called after an error."""
 
     @abstractmethod
     def close(self) -> None:
@@ -98,12 +102,12 @@ class NativeBackend(Order, ABC):
 
 
 ALIGNED_BYTES = 128
-"""Alignment in bytes of the boundaries between chunks in an all-reduce: NCCL copies unaligned rows byte by byte."""
+"""Alignment in bytes of each chunk's first element in an all-reduce, because NCCL copies unaligned rows bytewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy of ``length`` elements between offset ``bucket`` of the bucket and offset ``scratch`` of the rows."""
+    """Copy of ``length`` elements between offset ``bucket`` of the bucket and offset ``scratch`` of scratch memory."""
 
     bucket: int
     scratch: int
@@ -112,13 +116,19 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Round of a collective: the spans that each rank owns in it; a row of scratch has ``width`` elements."""
+    """Round of a collective.
+
+    ``chunks``: for each rank, the spans that it owns and this round sums or sends.  ``width``: elements of a row.
+    """
 
     chunks: Chunks
     width: int
 
     def in_place(self) -> Span | None:
-        """Return the span of the bucket that can be used as the rows without a copy, if one exists."""
+        """Return the span of the bucket that already has the layout of the rows, so that no copy is needed.
+
+        Returns None if the chunks are not adjacent spans of equal length.
+        """
         first = next((chunk[0].start for chunk in self.chunks if chunk), 0)
         for rank, chunk in enumerate(self.chunks):
             if len(chunk) != 1 or chunk[0] != Span(first + rank * self.width, first + (rank + 1) * self.width):
@@ -126,7 +136,7 @@ class Round:
         return Span(first, first + len(self.chunks) * self.width)
 
     def copies(self, rank: int, row: int) -> Iterator[Copy]:
-        """Yield the copies between the bucket and row number ``row`` for the chunk of ``rank``, one copy per span."""
+        """Yield the copies between the chunk of ``rank`` in the bucket and row number ``row``, one copy per span."""
         at = row * self.width
         for span in self.chunks[rank]:
             yield Copy(span.start, at, len(span))
@@ -134,7 +144,7 @@ class Round:
 
 
 def rounds(chunks: Chunks, longest: int) -> list[Round]:
-    """Cut ``chunks`` into rounds with rows of at most ``longest`` elements; return [] if all chunks are empty."""
+    """Divide ``chunks`` into rounds with rows of at most ``longest`` elements; return [] if all chunks are empty."""
     width = max(sum(map(len, chunk)) for chunk in chunks)
     if width <= longest:
         return [Round(chunks, width)] if width else []
@@ -145,7 +155,7 @@ def rounds(chunks: Chunks, longest: int) -> list[Round]:
 
 
 def _part(chunk: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """Return elements ``start`` to ``stop`` of a chunk, counted within the chunk."""
+    """Return the spans of elements ``start`` to ``stop`` (excluded) of a chunk, counted from the chunk's start."""
     found, at = [], 0
     for span in chunk:
         a, b = max(start - at, 0), min(stop - at, len(span))
@@ -156,7 +166,7 @@ def _part(chunk: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def joined(copies: Iterator[Copy]) -> list[Copy]:
-    """Merge copies that are adjacent both in the bucket and in scratch."""
+    """Merge successive copies that are adjacent both in the bucket and in scratch memory; drop empty copies."""
     result: list[Copy] = []
     for copy in copies:
         last = result[-1] if result else None
@@ -169,28 +179,31 @@ def joined(copies: Iterator[Copy]) -> list[Copy]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Copies and rows of one round of a collective at one member; cached, since the ledger does not change them."""
+    """Copies and rows of one round of a collective at one member; independent of the ledger, so it is cached."""
 
     round: Round
     source: Span | None
-    """Span of the bucket that a reduce_scatter reads in place; None: it reads the copies ``packed`` in scratch."""
+    """Span of the bucket that the reduce_scatter reads; None: it reads scratch memory, into which ``packed`` copies."""
     packed: tuple[Copy, ...]
-    """Copies from the bucket to scratch, before the operations."""
+    """Copies from the bucket to scratch memory, made before the operations."""
     rows: tuple[tuple[int, int], ...]
-    """(rank, row of scratch) of each chunk that this member has after the operations, including its own chunk."""
+    """(rank, number of the row with the rank's chunk) of each chunk that this member has after the operations."""
     own: int
-    """Row of scratch for this member's own chunk."""
+    """Number of the row for this member's own chunk."""
     scratch_rows: int
     brought: tuple[Copy, ...]
-    """Copies from scratch to the bucket after the operations; used as they are if no element is REDUCED yet."""
+    """Merged copies from scratch memory to the bucket after the operations, for a bucket without REDUCED elements."""
 
     def copies(self) -> Iterator[Copy]:
-        """Return the same copies as ``brought``, but not merged: one copy per chunk and span."""
+        """Return the copies of ``brought`` before they were merged: one copy per span of each chunk."""
         return (copy for rank, row in self.rows for copy in self.round.copies(rank, row))
 
 
 def plan_rounds(rank: int, chunks: Chunks, longest: int, *, reduce: bool, to: Collection[int]) -> tuple[Plan, ...]:
-    """Plan the rounds of a collective at ``rank``; ``to``: distances in ranks from a chunk's owner to its receivers."""
+    """Plan the rounds of a collective at ``rank``; ``reduce`` and ``to``: as in ``BucketCollective``.
+
+    ``longest``: maximum number of elements of a row.
+    """
     return tuple(_plan(rank, round_, reduce, to) for round_ in rounds(chunks, longest))
 
 
@@ -213,26 +226,26 @@ def _plan(rank: int, round_: Round, reduce: bool, to: Collection[int]) -> Plan:
 
 
 def missing(plan: Plan, ledger: Ledger) -> Iterator[Copy]:
-    """Return the copies of a round, one per chunk and span, except for spans that are REDUCED in the ledger."""
+    """Return the copies of ``plan`` to spans of the bucket that are not REDUCED yet, one copy per span."""
     return (copy for copy in plan.copies() if not ledger.covers(Span(copy.bucket, copy.bucket + copy.length)))
 
 
 @dataclass(eq=False)
 class NativeTask(Task):
-    """Submitted collective on a bucket, with the plans of its rounds."""
+    """Submitted collective on a bucket, with the plans of its rounds; ``token``: from ``Order.submitted``."""
 
     spec: BucketCollective
     rounds: Sequence[Plan]
     epoch: Callable[[int], int] | int
-    """Epoch with which finished spans are marked, or a function that returns it for a span's first element."""
+    """Epoch to record for finished spans, or a function: index of a span's first element -> epoch to record."""
     token: object
 
 
 class Sequential(Executor[NativeTask]):
-    """Executor that runs the collectives of a backend group one after the other, in the order of submission.
+    """Executor that runs the collectives of a ``NativeGroup`` one after the other, in the order of submission.
 
-    ``hook``: called with ``add`` while a reduce-scatter is in flight, and when a round has been copied to the bucket:
-    with ``store`` if the collective sums, else with ``gather``.
+    ``hook``: called with ``add`` while a reduce-scatter is in flight.  When a round's result has been copied to the
+    bucket, called with ``store`` if the collective sums, with ``gather`` otherwise.
     """
 
     def __init__(self, backend: NativeBackend, rank: int, size: int, device: torch.device, hook: Hook | None) -> None:
@@ -284,7 +297,7 @@ class Sequential(Executor[NativeTask]):
     # ---- one round
 
     def _operations(self, spec: BucketCollective, plan: Plan, scratch: torch.Tensor) -> Iterator[Operation]:
-        """Yield the operations of a round; each is enqueued when the caller requests it from the iterator."""
+        """Yield the operations of a round; each is enqueued only when the caller advances the iterator to it."""
         backend, rank, size, width = self._backend, self._rank, self._size, plan.round.width
         flat, to = spec.flat, spec.to
         own = scratch[plan.own * width : (plan.own + 1) * width]
@@ -304,7 +317,7 @@ class Sequential(Executor[NativeTask]):
             yield backend.transfer(sends, receives)
 
     def _keep(self, task: NativeTask, plan: Plan, scratch: torch.Tensor) -> None:
-        """Write the finished chunks to the bucket and mark them REDUCED; leave spans that were REDUCED before."""
+        """Copy the finished chunks to the bucket and mark them REDUCED; skip spans that are REDUCED already."""
         flat, ledger, epoch = task.spec.flat, task.spec.ledger, task.epoch
         if isinstance(epoch, int):
             copies = joined(missing(plan, ledger)) if ledger.reduced else plan.brought
@@ -322,7 +335,7 @@ class Sequential(Executor[NativeTask]):
 
 
 class NativeGroup(Group):
-    """Group that uses the backend's collectives; created by ``open_group``."""
+    """Group that sums with the collectives of ``backend``; ``open_group`` creates it."""
 
     cut_bytes = ALIGNED_BYTES
 
@@ -337,7 +350,7 @@ class NativeGroup(Group):
     ) -> None:
         super().__init__(epoch, progress, device)
         self._backend = backend
-        size = self.size  # not ``self``: a reference cycle would keep the group's memory
+        size = self.size  # a local variable, because a lambda with ``self`` would keep the group alive in a cycle
         self._plans: Memo[tuple[Plan, ...]] = Memo(MOST_SPANS, lambda plans: 1 + len(plans) * size)
         self._serve(Sequential(backend, self.rank, size, self.device, hook))
 

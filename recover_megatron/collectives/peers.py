@@ -1,14 +1,14 @@
-"""Clients of the peer stores of other workers, and reachability tests.  Every worker has a store; none is special.
+"""Clients for the peer stores (key-value services) of other workers, and tests whether workers are reachable.
 
-    for every worker    PeerStoreServer: a key-value service in a thread; the worker's status contains its address
-    for every group     PeerStoreClient: client of the peer store of one member, which all members of the group use
-    for every ring      Neighbours: each member writes to its own store, and reads from its successor's store
+    in every worker     PeerStoreServer: the worker's peer store, run by a thread; its address is in the worker's status
+    in every group      PeerStoreClient: all members of the group connect to the peer store of one member
+    in every ring       Neighbours: each member sets values in its own store, and reads from its successor's store
     between workers     Fetcher: reads bytes of another worker, outside any epoch (``instep.state.overlap``)
     between workers     unreached: returns the workers to which this worker cannot connect
 
-If the member whose store a group uses dies, the epoch is over anyway, and in the next epoch the group uses the store of
-another member.  A client connects and receives in a thread, so a silent host blocks no training thread: the values of
-that host are missing until the epoch is revoked.
+If the member whose store a group uses dies, the epoch ends; in the next epoch the group uses the store of a live
+member.  A client connects and receives in a thread of its own, so a host that does not answer blocks no training
+thread: values of this host's store are missing until the epoch is revoked.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WAIT = timedelta(seconds=60)
 class PeerStoreClient(dist.Store):
     """Client of the peer store at ``address``.  If the store is unreachable, all operations raise ``PeerLost``.
 
-    ``epoch``: epoch of the groups that use this client; the server deletes the values set with it some epochs later.
-    None: the values are kept.
+    ``epoch``: epoch of the groups that use this client.  Some epochs later the store deletes the values that this
+    client has set.  None: the store keeps the values.
     """
 
     def __init__(self, address: str, secret: bytes, epoch: int | None = None) -> None:
@@ -82,7 +82,7 @@ class PeerStoreClient(dist.Store):
             raise dist.DistStoreError(f"no worker published {', '.join(keys)} within {timeout.total_seconds():g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: every wait has a time limit already."""
+        """Do nothing: the time limit is the argument ``timeout`` of ``wait``."""
 
     def close(self) -> None:
         """Close the connection; idempotent."""
@@ -148,18 +148,18 @@ class PeerStoreClient(dist.Store):
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Key-value store made of the peer stores of a ring's members: each value is in the store of its writer.
+    """Key-value store of a ring, composed of the peer stores of its members.
 
-    Every key ends in "/" and the rank (the index in ``members``) of the member that sets it, so a reader knows whose
-    store to ask.  A member of a ring connects to its neighbours only.
+    A member sets values only in its own peer store.  Every key ends in "/RANK", the rank (index in ``members``) of the
+    member that sets it, so a reader knows which peer store has the value.  A member connects only to its neighbours.
     """
 
     own: PeerStoreServer
     members: Sequence[int]
     client_of: Callable[[int], PeerStoreClient]
-    """Returns the client of a member's peer store."""
+    """Function: worker id of a member -> client of the member's peer store."""
     epoch: int
-    """Epoch with which ``set`` stores values; the server deletes them some epochs later."""
+    """Epoch of the ring; the peer stores delete the values of this epoch some epochs later."""
 
     def set(self, key: str, value: str) -> None:
         self.own.put(key, value, self.epoch)
@@ -168,7 +168,7 @@ class Neighbours:
         return self._of(key).get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set.  Raises ``PeerLost`` with the member whose store is unreachable, if any."""
+        """Return whether all keys are set.  If a member's store is unreachable, raises ``PeerLost`` with its id."""
         for key in keys:
             try:
                 if not self._of(key).check([key]):
@@ -185,10 +185,10 @@ class Neighbours:
 
 
 class Fetcher:
-    """Connection to the peer store at ``address``, to read bytes of the store's worker; a thread there answers.
+    """Connection to the peer store at ``address``, over which this worker reads bytes of the store's worker.
 
-    ``patience``: as for ``network.connection.Connection``.  Raises ``PeerLost`` if the store is unreachable, closes the
-    connection, or does not know the run's secret.
+    A thread of that worker answers, so its training continues.  ``patience``: as in ``network.connection.Connection``.
+    Raises ``PeerLost`` if the store is unreachable, closes the connection, or does not know the run's secret.
     """
 
     def __init__(self, address: str, secret: bytes, patience: Callable[[], None]) -> None:
@@ -199,12 +199,15 @@ class Fetcher:
             raise self._lost(error, unreachable=error.unreachable) from error
 
     def fetch(self, what: Sequence[int]) -> bytes | None:
-        """Return the bytes (at most ``MOST_BYTES``) or None from the server's ``source`` for the numbers ``what``."""
+        """Return the result of the function ``source`` of the ``PeerStoreServer`` for the numbers ``what``.
+
+        The result is None or at most ``MOST_BYTES`` bytes.
+        """
         try:
             self._connection.send({"fetch": list(what)})
             size = int(self._connection.receive()["bytes"])
             if size > MOST_BYTES:
-                raise self._lost(f"it announced {size} bytes; the limit is {MOST_BYTES}")
+                raise self._lost(f"the answer has {size} bytes, but the limit is {MOST_BYTES}")
             return None if size < 0 else self._connection.receive_bytes(size)
         except Unreachable as error:
             raise self._lost(error, unreachable=error.unreachable) from error
@@ -220,19 +223,20 @@ class Fetcher:
 
 
 REACH_SECONDS = 4.0
-"""Time limit in seconds of a reachability test: callers pass it to ``unreached``."""
+"""Time limit in seconds that callers of ``unreached`` use."""
 AT_ONCE = 256
-"""Number of connections that ``unreached`` tries at a time."""
+"""Maximum number of connections that ``unreached`` opens concurrently."""
 _PAUSE = 0.25
-"""Pause in seconds before workers that were not reached are tried again, and between two calls of ``gone``."""
+"""Pause in seconds before ``unreached`` tries workers again, and between its calls of ``gone``."""
 
 
 def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], Collection[int]] = tuple) -> set[int]:
-    """Return the workers to whose peer stores (worker -> "HOST PORT") no connection succeeds within ``seconds``.
+    """Return the workers to which this worker cannot open a TCP connection within ``seconds``.
 
-    Only the kernels of both hosts take part, so a worker that is stopped or busy counts as reachable.  An unreachable
-    worker is tried again until the time is over, so a network path may recover meanwhile.  ``gone``: polled; returns
-    workers that need not be tried any more, and are not in the result.
+    ``addresses``: worker id -> "HOST PORT" of the worker's peer store.  The kernel of the other host accepts the
+    connection, so a worker that is stopped or busy counts as reachable.  Failed connections are tried again until the
+    time is over, so a network path that recovers in time counts as reachable.  ``gone``: called repeatedly; returns
+    workers that are not tried any more and are not in the result.
     """
     deadline = time.monotonic() + seconds
     left, reached = sorted(addresses), set[int]()
@@ -253,7 +257,7 @@ def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], C
 
 
 def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Collection[int]]) -> set[int]:
-    """Try to connect to all ``addresses`` until ``deadline`` (monotonic clock); return the workers that accepted."""
+    """Try to connect to all ``addresses`` until ``deadline`` (time.monotonic); return the workers that were reached."""
     poll, trying, reached = select.poll(), dict[int, tuple[int, socket.socket]](), set[int]()
     try:
         for worker, address in addresses.items():
@@ -274,7 +278,7 @@ def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Colle
                 poll.unregister(number)
                 reached |= {worker} if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 else set()
                 sock.close()
-            # Poll once more after the deadline: this process, too, may have been delayed.
+            # The loop polls once after the deadline, because this process may have been delayed.
             if not left or {worker for worker, _ in trying.values()} <= set(gone()):
                 break
     finally:

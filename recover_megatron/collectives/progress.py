@@ -1,22 +1,22 @@
-"""Thread that carries out the collectives of a group, or of all groups of a device, in the order of submission.
+"""Thread that runs the collectives of a group, or of all groups of a device, in the order of submission.
 
     IDLE --submit--> RUNNING --all finished--> IDLE --close--> CLOSED
-                        '--revoked, or a fault--> FAILED --close--> CLOSED
+                        '--revoked, or an error--> FAILED --close--> CLOSED
 
-All columns of a device share a thread, so all workers of a column run their operations in the same order: the order in
-which buckets are submitted.  If a task belongs to another executor than the task before it, it begins only when all
-tasks before it are finished.
+All groups of a device share one thread.  It runs operations in the order in which buckets are submitted, so the order
+is equal at all workers of a column.  A task of one executor begins only when the tasks of all other executors that
+were submitted earlier are finished.
 
-In FAILED every unfinished handle, and every later submission, raises the error.  It is raised only after ``settle`` of
-all executors has returned: from then on these groups do not touch a bucket, a ledger or the network.  If ``settle``
-fails (the device has failed), the handles raise the error of ``settle`` instead.  Since this error is no
-``EpochRevoked``, the caller must not assume that a bucket is untouched or finished.
+In state FAILED, every unfinished handle and every later submission raises the error.  Before that, the thread waits for
+``settle`` of all executors: from then on the groups do not access a bucket, a ledger or the network.  If ``settle``
+fails because the device has failed, the handles raise the error of ``settle``.  This error is no ``EpochRevoked``: the
+contents of a bucket are then unknown.
 
-An error of torch's communication counts as a revocation (``_revocation``), since an abort by another thread and a dead
-member both appear as such an error.
+An error of torch's communication (``DistError``) counts as a revocation, because it may mean that another thread has
+aborted the group or that a member is dead.
 
-The work runs in this thread, never in the caller's thread, so that an asynchronous exception or a signal handler of
-the training thread cannot interrupt between the copy of a segment and its mark in the ledger.
+Collectives do not run in the caller's thread.  There an asynchronous exception or a signal handler could interrupt
+between the copy of a segment and the segment's mark in the ledger.
 """
 
 import threading
@@ -32,31 +32,31 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 
 Hook = Callable[[str, int], None]
-"""Hook for tests: called with the name of a point in the processing of a message, and the message's hop.
+"""Function that tests pass, called while a message is processed, with the name of the step and the message's hop.
 
-``send``: before a message is passed to the transport; ``sent``: after that.  ``arrived``: a message is complete in
-scratch.  ``written``: a finished segment is written but not marked yet.  ``add``, ``finish`` or ``store``: the message
-was processed (``gather`` instead of ``store`` in an all-gather).
+``send``, ``sent``: before and after the message is passed to the transport.  ``arrived``: the message is complete in
+scratch.  ``written``: a finished segment is written to the bucket, but not marked yet.  ``add``, ``finish``, ``store``:
+this action on the message is done (in an all-gather, the name is ``gather`` instead of ``store``).
 """
 
 
 class Handle:
-    """Handle with which a caller waits for a submitted collective."""
+    """Handle of a submitted collective; the caller waits with it until the collective is finished."""
 
     def __init__(self) -> None:
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return whether ``wait`` would return, or raise, without blocking."""
+        """Return whether the collective has finished or failed, so that ``wait`` does not block."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the collective is finished here and its buckets may be used again.
+        """Block until the collective is finished on this worker; then the caller may use its bucket again.
 
         Raises ``EpochRevoked`` if the epoch ended first, ``CollectiveMismatch`` if the members issued different
-        collectives, ``TimeoutError`` if ``timeout`` seconds pass (the collective then continues), and any other error
-        with which the progress thread failed.
+        collectives, and any other error of the progress thread.  Raises ``TimeoutError`` after ``timeout`` seconds;
+        then the collective continues.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"the collective was not finished within {timeout:g} s")
@@ -69,16 +69,16 @@ class Handle:
 
 
 def _afresh(error: BaseException) -> BaseException:
-    """Return the error to raise in a waiting thread for the progress thread's ``error``.
+    """Return the exception that a waiting thread raises when the progress thread has failed with ``error``.
 
-    For a revocation this is a copy without traceback: the traceback's frames would keep the connections and the memory
-    of the old epoch alive until the garbage collector runs, and training loops often disable the collector.
+    For ``EpochRevoked`` this is a copy without traceback.  The traceback's frames would keep the connections and the
+    memory of the old epoch alive until the garbage collector runs, and training loops often disable the collector.
     """
     return EpochRevoked(error.epoch, error.reason) if isinstance(error, EpochRevoked) else error
 
 
 class Executor[T: Task](ABC):
-    """Carries out the tasks of one group; only the progress thread calls it."""
+    """Interface of an object that runs the tasks of one group; only the progress thread calls its methods."""
 
     @property
     @abstractmethod
@@ -87,7 +87,7 @@ class Executor[T: Task](ABC):
 
     @abstractmethod
     def add(self, task: T) -> None:
-        """Add a task; the executor may overlap it with the previous tasks, or run it after them."""
+        """Add ``task`` behind the tasks that were added before; the executor may run several tasks concurrently."""
 
     @property
     @abstractmethod
@@ -96,14 +96,14 @@ class Executor[T: Task](ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Do one part of the added tasks, blocking if necessary, and finish the handles of tasks that are complete.
+        """Do the next part of the added tasks, which may block; finish the handles of tasks that are complete.
 
         Raises ``EpochRevoked``, ``PeerLost``, ``CollectiveMismatch``.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until this executor no longer reads, writes or sends a tensor; called after an error of ``advance``."""
+        """Wait until this executor does not read, write or send any tensor; called when the thread has failed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Executor[T: Task](ABC):
 
 @dataclass(eq=False)
 class Task:
-    """Unit of work for a progress thread, with its handle."""
+    """Collective that a progress thread runs, with the handle of the waiting caller."""
 
     handle: Handle = field(default_factory=Handle, init=False)
 
@@ -124,7 +124,10 @@ class _HandedIn:
 
 
 class ProgressThread:
-    """Progress thread of one or several executors; started by the first task, stopped when the last executor closes."""
+    """Progress thread for one or several executors.
+
+    The first submitted task starts the thread; it ends when the last executor is closed.
+    """
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class ProgressThread:
         name: str,
         on_device: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``on_device``: returns the context of the thread, in which the groups' device is the current device."""
+        """``on_device``: returns a context that makes the groups' device the current device of the thread."""
         self.cancel_token = cancel_token
         self._name = name
         self._on_device = on_device
@@ -143,7 +146,7 @@ class ProgressThread:
         self._unfinished = deque[_HandedIn]()
         self._error: BaseException | None = None
         self._failing = False
-        """True while the thread calls ``settle`` of the executors after an error: they must not be closed yet."""
+        """True while the thread calls ``settle`` of the executors after an error; no executor may be closed then."""
         self._alive = False
         self._thread: threading.Thread | None = None
         cancel_token.on_cancel(self._wake)
@@ -154,7 +157,10 @@ class ProgressThread:
             self._executors.append(executor)
 
     def submit[T: Task](self, executor: Executor[T], task: T) -> Handle:
-        """Submit a task; return its handle.  Raises the thread's error; ``RuntimeError`` if ``executor`` is closed."""
+        """Submit ``task`` for ``executor``; return its handle.
+
+        If the thread has failed, raises the thread's error.  Raises ``RuntimeError`` if ``executor`` is closed.
+        """
         with self._changed:
             if executor not in self._executors:
                 raise RuntimeError("the group of this epoch is closed")
@@ -170,7 +176,7 @@ class ProgressThread:
         return task.handle
 
     def close(self, executor: Executor[Any]) -> None:
-        """Finish the tasks of ``executor`` (fail them if the epoch is revoked), then close it; idempotent."""
+        """Wait until the tasks of ``executor`` are finished or have failed, then close the executor; idempotent."""
         with self._changed:
             if executor not in self._executors:
                 return
@@ -181,7 +187,7 @@ class ProgressThread:
             last = not self._executors
         if last and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-            # The executor holds device memory, and closed groups may be referenced for a complete step (``View``).
+            # A closed group, and so this thread, may be referenced for a complete step: release the executor's memory.
             self._at_work = None
         executor.close()
 
@@ -209,12 +215,15 @@ class ProgressThread:
             self.cancel_token.cancel(f"{type(fault).__name__}: {fault}")
             error = fault
         self._fail(error)
-        del error  # its traceback holds this frame: that cycle would keep the executors' memory
+        del error  # the error's traceback refers to this frame: the cycle would keep the executors' memory alive
 
     def _next(self) -> bool:
-        """Pass tasks to their executor when its turn comes; wait while no task exists.  False: all are closed."""
+        """Wait for a task, and pass submitted tasks to the executor whose turn it is.
+
+        Returns False when all executors are closed.  Raises ``EpochRevoked`` when the token is cancelled.
+        """
         if self._busy and not (self._queue or self.cancel_token.cancelled):
-            return True  # without the lock: a task submitted now is seen at the next call
+            return True  # checked without the lock: the next call sees a task that is submitted now
         with self._changed:
             while not (self._queue or self._busy or self.cancel_token.cancelled) and self._executors:
                 self._changed.wait()
@@ -240,12 +249,18 @@ class ProgressThread:
                 self._changed.notify_all()
 
     def _revocation(self, lost: PeerLost | dist.DistError) -> EpochRevoked:
-        """Cancel the token because of ``lost``; return the token's error, with the reason of the first cancellation."""
+        """Cancel the token because of ``lost``; return the error to raise.
+
+        If the token was cancelled earlier, the error has the reason of that cancellation.
+        """
         self.cancel_token.cancel(lost if isinstance(lost, PeerLost) else PeerLost(f"{type(lost).__name__}: {lost}"))
         return self.cancel_token.error()
 
     def _fail(self, error: BaseException) -> None:
-        """Settle all executors, then finish every unfinished handle with ``error``, or with the error of ``settle``."""
+        """Call ``settle`` of all executors, then finish every unfinished handle with ``error``.
+
+        If ``settle`` raises, the handles get that error instead.
+        """
         with self._changed:
             self._failing = True
             executors = list(self._executors)
@@ -253,7 +268,7 @@ class ProgressThread:
             with self._on_device():
                 for executor in executors:
                     executor.settle()
-        except BaseException as fault:  # noqa: BLE001  as above
+        except BaseException as fault:  # noqa: BLE001  the thread's boundary: every waiting caller gets the error
             error = fault
         error = _afresh(error)
         with self._changed:

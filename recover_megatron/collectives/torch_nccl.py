@@ -1,15 +1,17 @@
-"""torch's process groups over NCCL (``ProcessGroupNCCL``): creation, and the environment variables that they need.
+"""Creation of torch's process groups over NCCL (``ProcessGroupNCCL``), and the environment variables that they need.
 
-Written to NCCL's and torch's documented behaviour; tested on one GPU, over sockets (docs/reference/gpu_results.md).
+The code follows the documentation of NCCL and torch.  It was tested on one GPU, where NCCL used sockets
+(docs/reference/gpu_results.md).
 
-``environment`` switches off these defaults of torch (``ProcessGroupNCCL``, ``NCCLUtils``), which prevent a recovery:
+``environment`` replaces these defaults of torch (``ProcessGroupNCCL``, ``NCCLUtils``), which prevent a recovery or cost
+time:
 
-- a watchdog terminates the process when it sees an error, and a monitor does so if the watchdog has no heartbeat;
-- a call inside a group launch does not notice that its communicator was aborted: it spins until
-  TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, and the coordinator considers the worker hung;
-- for a failed operation the watchdog sleeps TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s, while it holds the lock that
-  every new operation of the group needs;
-- the flight recorder keeps the Python stack of every operation.
+- A watchdog terminates the process when it sees an error.  A monitor terminates the process if the watchdog hangs.
+- If a communicator is aborted during a call inside a group launch, the call does not notice the abort.  It spins until
+  TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, and the coordinator considers the worker hung.
+- After a failed operation the watchdog sleeps TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s, with a lock that every new
+  operation of the group needs.
+- The flight recorder stores the Python stack of every operation.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ log = get_logger(__name__)
 
 _NO_TIMEOUT = timedelta(days=7)
 _LONGEST_LAUNCH = 25
-"""Seconds: enough to initialize a group of thousands of workers, too short for a worker to count as hung."""
+"""Maximum of TORCH_NCCL_NONBLOCKING_TIMEOUT in seconds: enough to initialize a group of thousands of workers."""
 _LONGEST_DUMP_MS = 1000
 _NONBLOCKING, _DUMP = "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 def environment(hang_timeout: float) -> dict[str, str]:
-    """Return torch's environment variables as recovery needs them; ``hang_timeout``: seconds until a worker is hung."""
+    """Return the values that recovery needs for torch's environment variables, by name.
+
+    ``hang_timeout``: seconds without progress after which the coordinator considers a worker hung.
+    """
     return dict.fromkeys(_OFF, "0") | {
         _NONBLOCKING: str(max(1, min(_LONGEST_LAUNCH, int(hang_timeout / 2)))),
         _DUMP: "1",
@@ -46,10 +51,10 @@ def environment(hang_timeout: float) -> dict[str, str]:
 
 
 def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set torch's environment variables as recovery needs them, except for those that the user has set.
+    """Set torch's environment variables to the values that recovery needs; keep values that the user has set.
 
-    Call it before the first group is created.  Returns the user's values that prevent a recovery, as "NAME=VALUE
-    instead of VALUE".  (A flight recorder prevents none, and only costs time.)
+    Call this before the first group is created.  Returns the user's values that prevent a recovery, each as "NAME=VALUE
+    instead of VALUE".  A flight recorder only costs time, so it is not in the result.
     """
     wanted = environment(hang_timeout)
     for name, value in wanted.items():
@@ -63,36 +68,37 @@ def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str
 
 
 def keep_one_kind(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Make the backend name "nccl" mean ProcessGroupNCCL, as in ``make_backend``; return the reasons if it cannot.
+    """Make torch use ProcessGroupNCCL, as ``make_backend`` does, for the backend name "nccl".
 
-    torch 2.14 and later also have ProcessGroupNCCL2, which is optional in 2.14 and the default in 2.15.  torch reads
-    TORCH_DIST_USE_NCCL2 at the first use of the name, which happens in this function at the latest.
+    Returns the reasons why this is impossible; [] on success.  torch 2.14 and later also have ProcessGroupNCCL2, which
+    is optional in 2.14 and the default in 2.15.  torch reads TORCH_DIST_USE_NCCL2 only at the first use of the name
+    "nccl"; so this function sets the variable and uses the name.
     """
     if not hasattr(c10d, "ProcessGroupNCCL2"):
         return []
     value = environ[NCCL2_VARIABLE] = environ.get(NCCL2_VARIABLE) or "0"
     if value != "0":
         return [
-            f"{NCCL2_VARIABLE}={value}: after a failure --recover creates groups of torch's ProcessGroupNCCL, which "
-            "cannot be mixed with ProcessGroupNCCL2: unset the variable, or leave out --recover"
+            f"{NCCL2_VARIABLE}={value} selects ProcessGroupNCCL2, but after a failure --recover creates groups of "
+            "ProcessGroupNCCL, and the two cannot be mixed: unset the variable, or leave out --recover"
         ]
     dist.BackendConfig(dist.Backend("nccl"))
     if dist.Backend._plugins["NCCL"].creator_fn is c10d._create_nccl_process_group:
         if environ.get("RANK", "0") == "0":
             log.info(
-                f"torch {torch.__version__}: NCCL groups use ProcessGroupNCCL, not ProcessGroupNCCL2 "
-                f"({NCCL2_VARIABLE}=0); groups that --recover creates after a failure do, too"
+                f"torch {torch.__version__}: all NCCL groups use ProcessGroupNCCL, not ProcessGroupNCCL2 "
+                f"({NCCL2_VARIABLE}=0), because --recover creates such groups after a failure"
             )
         return []
     return [
-        f"--recover needs {NCCL2_VARIABLE}=0 before torch creates its first NCCL group, but this process has already "
-        "used the name nccl, which means ProcessGroupNCCL2 now: set the variable where the workers are started, as "
-        "recover-run does, or use a torch before 2.15"
+        f"--recover needs {NCCL2_VARIABLE}=0 when torch first uses the backend nccl, but this process has already used "
+        "it without the variable, so torch has selected ProcessGroupNCCL2: set the variable before the workers start, "
+        "as recover-run does, or use a torch version before 2.15"
     ]
 
 
 def _below(text: str, limit: float) -> bool:
-    """Return whether ``text`` is an integer below ``limit``; for any other text torch uses its default: False."""
+    """Return whether ``text`` is an integer below ``limit``.  If it is no integer, torch uses its default: False."""
     try:
         return int(text) < limit
     except ValueError:
@@ -100,7 +106,7 @@ def _below(text: str, limit: float) -> bool:
 
 
 def abortable_options(given: Any = None) -> Any:
-    """Return options for a group that can be aborted at any time; all other options are those of ``given``."""
+    """Return NCCL options for a group that can be aborted at any time; ``given``: options to copy all others from."""
     options = dist.ProcessGroupNCCL.Options()
     if given is not None:
         options.is_high_priority_stream = given.is_high_priority_stream
@@ -113,7 +119,10 @@ def abortable_options(given: Any = None) -> Any:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given: Any = None) -> Any:
-    """Create an NCCL backend whose communicators can be aborted at any time; it opens no communicator yet."""
+    """Create an NCCL backend whose communicators can be aborted at any time; its first use opens a communicator.
+
+    ``name``: name of the group.  ``given``: NCCL options to copy.
+    """
     set_environment()
     options = abortable_options(given)
     if name:
@@ -124,7 +133,7 @@ def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given:
 def make_group(
     store: dist.Store, name: str, rank: int, size: int, device: torch.device, given: Any = None
 ) -> dist.ProcessGroup:
-    """Create a torch process group with a backend of ``make_backend`` for ``device``; ``given``: options to copy."""
+    """Create a process group of torch with an NCCL backend for ``device``; arguments as in ``make_backend``."""
     group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
     backend = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name, given)
     register(group, device, dist.ProcessGroup.BackendType.NCCL, backend)
@@ -133,11 +142,11 @@ def make_group(
 
 
 def connect(group: Any, device: torch.device) -> None:
-    """Open the communicator of a group from ``make_group``, for ``device``; all members call this at the same time.
+    """Open the NCCL communicator of ``group`` (from ``make_group``) for ``device``.
 
-    Otherwise the group's first operation would open the communicator, wait there for members that still compile or
-    compute, and fail after TORCH_NCCL_NONBLOCKING_TIMEOUT.  Raises ``DistBackendError``, also if the group is aborted
-    meanwhile.
+    All members must call this at the same time.  Without this call, the group's first operation opens the communicator.
+    If another member then compiles or computes for longer than TORCH_NCCL_NONBLOCKING_TIMEOUT, the operation fails.
+    Raises ``DistBackendError``, also if another thread aborts the group.
     """
     group._get_backend(device).eager_connect_single_device(device)
 

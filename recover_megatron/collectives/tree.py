@@ -1,27 +1,27 @@
-"""Collectives of few bytes over a tree of connections: a member has one to its parent, at most ``FAN`` to children.
+"""Collectives for small data over a tree of TCP connections: each member connects to its parent in the tree.
 
-                     0                n members have n - 1 connections, each member at most FAN + 1;
-        .--------.---'---.--------.   the distance of two members is at most twice log n;
-        1        2       3        4   gloo's groups have n (n - 1) / 2 connections
+                     0                n members have n - 1 connections (gloo: n (n - 1) / 2);
+        .--------.---'---.--------.   a member has at most FAN children;
+        1        2       3        4   a message takes at most 2 log n hops
      .--'--.    ...
      5 6 7 8
 
-    open   a member connects to its parent's peer store (`network.peer_store`) and accepts its children's connections at
-           its own peer store; the plan contains all addresses, so no key-value store is read
+    open   a member connects to its parent's peer store (`network.peer_store`); its children connect to its peer store.
+           The plan contains the addresses of all peer stores.
 
-torch's collectives over workers of several replicas use the tree between two steps.  They consist of:
+Between two steps, torch's collectives over workers of several replicas use the tree.  They are built from three passes:
 
-    reduce      up: combines the members' inputs on the way; the first member has the result
-    gather      up: brings all inputs, by rank, to the first member
-    spread      down: sends data of the first member to all members
+    reduce      up the tree: each member combines its children's results with its own input; rank 0 gets the result
+    gather      up the tree: rank 0 gets the inputs of all members
+    spread      down the tree: all members get data of rank 0
 
-    allreduce = reduce, spread    broadcast = gather of one, spread    all-gather, all-to-all, ... = gather, spread
+    allreduce = reduce, spread    broadcast = gather (one input), spread    all-gather, all-to-all, ... = gather, spread
 
-If only the first member needs the result, it is not spread; if only the first member has an input, it is not gathered.
-The data are small: losses, numbers for the log, metadata of a checkpoint.  Gradients and states use other connections.
+If only rank 0 needs the result, the spread is left out; if only rank 0 has an input, the gather is left out.
+The data are losses, numbers for the log, and metadata of a checkpoint; gradients and states use other connections.
 
-If a member dies, its connections close, so its parent and its children raise ``PeerLost``.  The revocation that follows
-wakes all other members.
+If a member dies, its connections close, so its parent and its children raise ``PeerLost``.  Then the epoch is revoked,
+which makes all other members raise ``EpochRevoked``.
 """
 
 from __future__ import annotations
@@ -46,17 +46,20 @@ from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
 
 FAN = 8
-"""Maximum number of children of a member; large, since a hop costs more than a connection."""
+"""Maximum number of children of a member.  It is large because an additional hop costs more than a connection."""
 _HEADER = struct.Struct("<IQ")
 
 
 def parents(size: int) -> list[int]:
-    """Return a list that gives for each rank the rank of its parent; -1 for the first member."""
+    """Return the parent's rank of each rank of a tree with ``size`` members; -1 for rank 0, which has no parent."""
     return [-1, *((rank - 1) // FAN for rank in range(1, size))]
 
 
 class Tree:
-    """Connections of this worker, the member ``rank``, in the tree of a group; ``members``: worker ids by rank."""
+    """Connections of this worker to its parent and its children in the tree of a group.
+
+    ``rank``: rank of this worker in the group.  ``members``: worker ids by rank.
+    """
 
     def __init__(
         self,
@@ -70,9 +73,11 @@ class Tree:
         name: str,
         timeout: float = 60.0,
     ) -> None:
-        """``addresses``: of the members' peer stores, by rank; ``own``: this worker's store; ``secret``: of all stores.
+        """Connect to the parent, and wait until all children have connected.
 
-        ``name``: name of this group and epoch, the same on all members.  ``timeout``: time limit in seconds to connect.
+        ``addresses``: addresses of the members' peer stores, by rank.  ``own``: peer store of this worker.  ``secret``:
+        secret of all peer stores.  ``name``: name of this group and epoch, the same on all members.  ``timeout``: time
+        limit in seconds.
 
         Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
@@ -110,25 +115,28 @@ class Tree:
     def _patience(self) -> None:
         self._cancel_token.check()
         if time.monotonic() > self._deadline:
-            raise TimeoutError(f"not all members of {self._name} connected in time")
+            raise TimeoutError(f"not all members of {self._name} connected within the time limit")
 
     def _keep(self, member: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch(sock)
         with self._closing:
             self._sockets[member] = sock
-        if self._cancel_token.cancelled:  # ``abort`` may have run before the socket was stored
+        if self._cancel_token.cancelled:  # ``abort`` may have run before the socket was stored, so run it again
             self.abort()
 
     # ---- messages
 
     def begin(self, what: str) -> None:
-        """Begin operation ``what`` (a name); all members must begin the same operations in the same order."""
+        """Begin the operation with name ``what``; all members must begin the same operations in the same order.
+
+        The messages that follow carry a tag of the operation, which ``receive`` checks.
+        """
         self._number += 1
         self._what, self._tag = what, zlib.crc32(f"{what} {self._number}".encode())
 
     def send(self, member: int, data: bytes | bytearray | memoryview) -> None:
-        """Send ``data`` to the parent or a child.  Raises ``EpochRevoked``, ``PeerLost``."""
+        """Send ``data`` to ``member``, the parent or a child.  Raises ``EpochRevoked``, ``PeerLost``."""
         try:
             self._sockets[member].sendall(_HEADER.pack(self._tag, len(data)))
             self._sockets[member].sendall(data)
@@ -136,12 +144,15 @@ class Tree:
             raise self._lost(member, error) from error
 
     def receive(self, member: int) -> bytearray:
-        """Receive from the parent or a child.  Raises as ``send``; ``CollectiveMismatch`` for another operation."""
+        """Return the next message of ``member``, the parent or a child.
+
+        Raises ``EpochRevoked``, ``PeerLost``, and ``CollectiveMismatch`` if the message is of another operation.
+        """
         tag, length = _HEADER.unpack(self._exactly(member, _HEADER.size))
         if tag != self._tag:
             raise CollectiveMismatch(
-                f"member {member} of {self._name} is in another operation than {self._what}, number {self._number}: "
-                "the members did not issue the same operations"
+                f"member {member} of {self._name} runs another operation than {self._what}, which is this worker's "
+                f"operation {self._number}: the members did not issue the same operations in the same order"
             )
         return self._exactly(member, length)
 
@@ -162,14 +173,14 @@ class Tree:
     # ---- the end
 
     def abort(self) -> None:
-        """Make ``send`` and ``receive`` raise on this worker and its neighbours in the tree; from any thread."""
+        """Make ``send`` and ``receive`` raise on this worker, its parent and its children; any thread may call this."""
         with self._closing:
             for sock in self._sockets.values():
-                with contextlib.suppress(OSError):  # the other end was faster
+                with contextlib.suppress(OSError):  # the other end has shut the connection first
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connections; data sent before still arrives.  Idempotent."""
+        """Close the connections; data that this worker has sent still arrives.  Idempotent."""
         forget(self)
         with self._closing:
             for sock in self._sockets.values():
@@ -179,15 +190,18 @@ class Tree:
             self._streams.forget(f"{self._name}/{child}")
 
     def close_in_child(self) -> None:
-        """Close the sockets in a forked process: it must not keep the worker's connections open after its death."""
+        """Close the sockets in a process forked from this worker.
+
+        Otherwise the connections would stay open when this worker dies, and its neighbours would not notice the death.
+        """
         for sock in self._sockets.values():
             sock.close()
 
 
 class TreeBackend:
-    """Backend over ``tree`` with gloo's methods, as far as operations over several replicas need them.
+    """Collectives over ``tree`` with the method names and arguments of gloo's backend, for small CPU tensors.
 
-    Ranks are those of the tree.  Every operation blocks until it is finished.
+    Ranks are ranks of the tree.  Every method blocks until the operation is finished, and returns no work.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -195,9 +209,9 @@ class TreeBackend:
         self._rank = tree.rank
 
     def call(self, start: Callable[[Any], Any]) -> Any:
-        """Return ``start(self)``: ``start`` runs an operation.
+        """Run an operation: return ``start(self)``.
 
-        Raises ``EpochRevoked``; ``PeerLost`` if this member noticed a loss before the revocation.
+        Raises ``EpochRevoked``, or ``PeerLost`` if a connection of this member broke before the revocation.
         """
         return start(self)
 
@@ -207,7 +221,10 @@ class TreeBackend:
     # ---- up and down
 
     def _reduce(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
-        """Combine the inputs of this member and all members below it; for the first member these are all members."""
+        """Return the combination of the inputs of this member and of all members below it in the tree.
+
+        At rank 0 this is the result over all members.
+        """
         tree, combine = self._tree, _combination(operation)
         total = tensor.detach().clone()
         for child in tree.children:
@@ -217,7 +234,11 @@ class TreeBackend:
         return total / tree.size if operation == dist.ReduceOp.AVG else total
 
     def _gather(self, own_input: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gather every member's input (None: empty) at the first member; return the inputs as bytes, by rank."""
+        """Gather the inputs of all members at rank 0; None: this member has no input.
+
+        Returns the inputs as tensors of bytes, by rank.  A rank other than 0 gets only its own input and the inputs of
+        the members below it; all other tensors of its result are empty.
+        """
         tree = self._tree
         parts: dict[int, torch.Tensor] = {} if own_input is None else {self._rank: bytes_of(own_input)}
         for child in tree.children:
@@ -227,7 +248,7 @@ class TreeBackend:
         return self._by_rank(parts)
 
     def _spread(self, data: Callable[[], bytes | memoryview]) -> bytes | bytearray | memoryview:
-        """Send the first member's ``data`` to all members; return it at each."""
+        """Send the result of ``data()`` at rank 0 to all members, and return it on each of them."""
         tree = self._tree
         message = data() if tree.parent is None else tree.receive(tree.parent)
         for child in tree.children:
@@ -235,11 +256,11 @@ class TreeBackend:
         return message
 
     def _spread_like(self, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Send the first member's ``result`` to all members; return it with the shape and dtype of ``tensor``."""
+        """Send ``result`` of rank 0 to all members; return it with the shape and dtype of ``tensor``."""
         return _like(tensor, _tensor(self._spread(lambda: _view(result.to(tensor.dtype)))))
 
     def _all(self, own_input: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gather every member's input at all members; return the inputs as bytes, by rank."""
+        """Send the inputs of all members to all members; return them as tensors of bytes, by rank."""
         found = self._gather(own_input)
         message = self._spread(lambda: _packed(dict(enumerate(found))))
         return self._by_rank(_unpacked(message))
@@ -269,7 +290,7 @@ class TreeBackend:
             tensor.copy_(_like(tensor, self._from(opts.rootRank, tensor if self._rank == opts.rootRank else None)))
 
     def _from(self, root: int, own_input: torch.Tensor | None) -> torch.Tensor:
-        """Send the input of member ``root`` to all members; return it as bytes at each."""
+        """Send the input of rank ``root`` to all members; return it as a tensor of bytes."""
         self._tree.begin("broadcast")
         given = own_input
         if root != 0:
@@ -343,7 +364,7 @@ def _tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
 
 
 def _packed(parts: dict[int, torch.Tensor]) -> bytes:
-    """Return ``parts`` (rank -> bytes) as one message: a line with ranks and sizes, then the bytes."""
+    """Return ``parts`` (rank -> tensor of bytes) as one message: a JSON line of ranks and sizes, then all bytes."""
     line = json.dumps([[rank, part.numel()] for rank, part in parts.items()]).encode() + b"\n"
     return b"".join([line, *(_view(part) for part in parts.values())])
 
@@ -376,4 +397,4 @@ def _combination(operation: Any) -> Callable[[torch.Tensor, torch.Tensor], torch
     for one, how in known.items():
         if operation == one:
             return how
-    raise NotImplementedError(f"the reduction {operation} is not supported over replicas")
+    raise NotImplementedError(f"the reduction {operation} is not supported for groups over several replicas")

@@ -48,7 +48,7 @@ def test_what_a_check_comes_to_is_told(tmp_path: Path, error: Exception | None, 
 
     assert run(check, Place(tmp_path, rehearse=True, deadline=time.monotonic() + DEADLINE)) == told
     late, _ = run(check, Place(tmp_path, rehearse=True, deadline=time.monotonic() + 1))
-    assert late == "FAILED: no time was left for this check (--keep DIR --resume runs it)"
+    assert late == "FAILED: no time was left for this check; call again with --keep DIR --resume to run it"
 
 
 def test_what_has_passed_is_not_run_again_when_the_checks_are_resumed(tmp_path: Path) -> None:

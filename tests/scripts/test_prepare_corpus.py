@@ -120,7 +120,7 @@ def test_json_lines_give_a_document_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"id": 7, "body": "x"}', "no key 'text' (its keys: body, id); choose one with --json-key"),
+        ('{"id": 7, "body": "x"}', "no key 'text'; the keys are: body, id; choose one with --json-key"),
         ('{"text": 7}', "the value of 'text' must be a string, not a int"),
         ("[1, 2]", "expected a JSON object, found a list"),
         ('{"text": "cut', "invalid JSON: "),

@@ -1,1 +1,1 @@
-"""Functions that gloo lacks: abort, and change of members.  docs/ring.md explains why, and until when."""
+"""Abort of gloo groups, and exchange of their members, which gloo itself lacks; docs/ring.md gives the reasons."""

@@ -1,16 +1,18 @@
-"""Abortable gloo groups: a worker creates all its groups at once, with one listener and one message for all.
+"""gloo groups that can be aborted.
 
-    publish     a thread for each group, in which gloo publishes its address, then waits for those of the other members
-    exchange    all groups have published --one message--> the job's store --one message--> each other member
-    connect     gloo has the addresses of all members: it connects, and the threads end
-    scan        of all sockets of this process, which finds the connections of these groups
+A worker creates all its groups together, in four phases:
 
-An abort calls shutdown(2) on the connected sockets, which wakes gloo's operations (docs/ring.md).  The scan finds
-exactly these sockets, because a gloo device has one listener, every connection of its groups has the address of some
-member's listener at one end, and the members exchange the addresses of their listeners.
+    publish     one thread per group: gloo publishes this member's addresses, and waits for the other members' addresses
+    exchange    this worker writes the addresses of all its groups to the job's store, and reads the other members'
+    connect     gloo has all addresses and connects; the threads end
+    scan        this worker searches all sockets of its process for the connections of these groups
 
-A scan of the sockets of a process costs more than a connection of two members, and every message through the store
-waits for the slowest member.  So scan and exchange are done once for all groups.
+An abort calls shutdown(2) on the connections, which makes gloo's operations fail (docs/ring.md).  The scan recognizes
+the connections by their addresses: all groups of a worker share one gloo device with one listening socket, the members
+exchange the addresses of these sockets, and every connection has one of these addresses at one end.
+
+A scan costs more than a connection of two members, and every exchange through the store waits for the slowest member.
+So there is one scan and one exchange for all groups.
 """
 
 from __future__ import annotations
@@ -38,25 +40,25 @@ from recover_megatron.network.system import watch
 Address = tuple[str, int]
 
 NO_TIMEOUT = timedelta(days=7)
-"""Timeout of gloo's operations, long enough never to expire: a revocation ends an operation that hangs."""
+"""Timeout of gloo's operations, so long that it never expires: only a revocation ends an operation that hangs."""
 
 Identity = tuple[int, int]
-"""(device, inode) of a socket, equal for all descriptors of the socket."""
+"""(device, inode) of a socket; all descriptors of one socket have equal values."""
 
 _creating = threading.Lock()
-"""Lock held while a gloo device is created: two new listeners at a time could not be told apart."""
+"""Lock held while a gloo device is created, because two listeners created at a time could not be distinguished."""
 
 CONNECT_SECONDS = 10.0
 """Time limit in seconds for gloo to connect after all members have published their addresses."""
 _DROP_SECONDS = 1.0
-"""Time in seconds that ``close`` waits for the destruction of aborted groups, which a thread then continues."""
+"""Time in seconds that ``close`` waits for the destruction of aborted groups; after it a thread continues alone."""
 
 
 def _sockets() -> list[socket.socket]:
     """Return a duplicate of every TCP socket of this process; the caller closes the duplicates."""
     found = []
     for descriptor in open_sockets():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # another thread has closed the socket
             sock = socket.socket(fileno=os.dup(descriptor))
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 found.append(sock)
@@ -75,10 +77,10 @@ def _listeners() -> set[Address]:
 
 
 def _connections(listeners: set[Address]) -> list[socket.socket]:
-    """Return duplicates of the connected sockets whose local or remote address is one of ``listeners``."""
+    """Return duplicates of this process's connected sockets whose local or remote address is in ``listeners``."""
     found = []
     for sock in _sockets():
-        with contextlib.suppress(OSError):  # not connected
+        with contextlib.suppress(OSError):  # the socket is not connected
             if {sock.getsockname()[:2], sock.getpeername()[:2]} & listeners:
                 found.append(sock)
                 continue
@@ -87,15 +89,15 @@ def _connections(listeners: set[Address]) -> list[socket.socket]:
 
 
 def shut(sockets: list[socket.socket]) -> set[Identity]:
-    """Shut the connections of ``sockets`` (duplicates of gloo's sockets), close the duplicates and clear the list.
+    """Shut down the connections of ``sockets``, which duplicate gloo's sockets; close the duplicates, clear the list.
 
-    When gloo's threads see the shutdown, they close gloo's descriptors.  Until then they may still write received data
-    to the tensors of an operation.  Returns the identities of the connections: with ``open_sockets`` the caller sees
-    which of them gloo has not closed yet.
+    When gloo's threads notice the shutdown, they close gloo's descriptors.  Until then these threads may still write
+    received data to the tensors of an operation.  Returns the identities of the connections; compare them with
+    ``open_sockets`` to learn which connections gloo has not closed yet.
     """
     identities = set[Identity]()
     for sock in sockets:
-        with contextlib.suppress(OSError):  # the other end was faster, or it is closed
+        with contextlib.suppress(OSError):  # the other end has shut the connection first, or the socket is closed
             status = os.fstat(sock.fileno())
             identities.add((status.st_dev, status.st_ino))
             sock.shutdown(socket.SHUT_RDWR)
@@ -105,10 +107,10 @@ def shut(sockets: list[socket.socket]) -> set[Identity]:
 
 
 def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
-    """Return descriptor -> identity for the sockets of this process; ``among``: check only these descriptors."""
+    """Return descriptor -> identity for the sockets of this process; ``among``: descriptors to check; None: all."""
     found: dict[int, Identity] = {}
     for name in os.listdir("/proc/self/fd") if among is None else map(str, among):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # another thread has closed the descriptor
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 status = os.stat(int(name))
                 found[int(name)] = (status.st_dev, status.st_ino)
@@ -116,7 +118,7 @@ def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
 
 
 LOOP = "gloo_tcp_loop"
-"""Name, since torch 2.13, of the threads in which gloo polls its connections."""
+"""Name of the threads in which gloo polls its connections; older versions than torch 2.13 do not set it."""
 
 
 def loops() -> list[Path]:
@@ -130,15 +132,15 @@ def loops() -> list[Path]:
 
 
 def looks(threads: Iterable[Path]) -> dict[str, int]:
-    """Return thread id -> count of polls for ``threads`` (from ``loops``); a count may be too low, never too high.
+    """Return thread id -> estimated number of polls so far, for ``threads`` (from ``loops``); never too high.
 
-    A poll usually blocks, and the kernel counts how often a thread blocks.  While a connection has an event that gloo
-    does not consume, the polls do not block.  So 10 ms of processor time count as ten polls, though the thread then
-    polls far more often.
+    Usually a poll blocks, and the kernel counts how often a thread blocks.  While a connection has an event that gloo
+    does not consume, polls do not block.  So each 10 ms of processor time count as ten more polls; in fact the thread
+    polls far more often in that time.
     """
     found = dict[str, int]()
     for task in threads:
-        with contextlib.suppress(OSError, LookupError):  # the thread has ended; a kernel without these counts
+        with contextlib.suppress(OSError, LookupError):  # the thread has ended, or the kernel has no such counts
             ticks = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
             waits = (task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0]
             found[task.name] = 10 * sum(map(int, ticks)) + int(waits)
@@ -146,28 +148,28 @@ def looks(threads: Iterable[Path]) -> dict[str, int]:
 
 
 def unread(descriptors: Iterable[int]) -> dict[int, int]:
-    """Return descriptor -> number of received bytes that were not read yet, for these sockets of this process."""
+    """Return descriptor -> number of received bytes that this process has not read yet, for the given sockets."""
     found = dict[int, int]()
     for descriptor in descriptors:
         count = array.array("i", [0])
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # another thread has closed the socket
             fcntl.ioctl(descriptor, termios.FIONREAD, count)
             found[descriptor] = count[0]
     return found
 
 
 class GivenUp:
-    """Detects that gloo will never close some of the connections that were shut, so that waiting for it is useless.
+    """Detector of connections that were shut down and that gloo will never close, so that waiting for this is useless.
 
-    gloo never closes a connection if an operation was freed while it received a message over this connection.  An
-    all-reduce, for example, is freed when it has lost one member, while the message of another member may be arriving.
+    gloo never closes a connection if an operation is freed while a message for it arrives over this connection.  For
+    example, an all-reduce that has lost one member is freed although the message of another member may be arriving.
     """
 
     LOOKS = 30
-    """Number of polls per thread after which gloo has given up: it closes a connection at the first poll or never."""
+    """Number of polls per thread after which gloo will never close a connection; it closes it at the first poll."""
 
     FIRST = 20
-    """Number of first calls of ``over`` that check nothing, since gloo usually closes connections at once."""
+    """Number of calls of ``over`` before the first check, because gloo usually closes connections soon."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -176,15 +178,15 @@ class GivenUp:
         self._looks: dict[str, int] = {}
 
     def over(self, descriptors: Iterable[int]) -> bool:
-        """Return whether gloo will never close these connections; call this repeatedly after they were shut.
+        """Return whether gloo will never close the connections ``descriptors``; call this repeatedly after ``shut``.
 
-        True if all of gloo's threads have polled their connections ``LOOKS`` times and have read nothing in between:
-        then these threads no longer write data from the connections to a tensor.  Never true with torch before 2.13.
+        The result is True if all of gloo's threads have polled ``LOOKS`` times and read nothing from the connections:
+        then they write no more data to a tensor.  With torch before 2.13 the result is always False.
         """
         self._asked += 1
         if self._asked <= self.FIRST:
             return False
-        if self._unread is None:  # a thread that starts later polls other connections
+        if self._unread is None:  # threads that start later do not poll these connections, so list threads once
             self._threads = loops()
         before, self._unread = self._unread, unread(descriptors)
         now = looks(self._threads)
@@ -203,11 +205,14 @@ def _device(host: str) -> tuple[Any, Address]:
             new = _listeners() - before
             if len(new) == 1:
                 return device, new.pop()
-    raise RuntimeError("cannot identify gloo's listening socket: other threads of this process keep opening some")
+    raise RuntimeError("cannot identify gloo's listening socket, because other threads open listening sockets, too")
 
 
 class _Exchange:
-    """Values that gloo publishes, by group and key.  gloo's threads wait only in ``wait``, which ``end`` interrupts."""
+    """Values that gloo publishes in the creation of groups, by group and key.
+
+    gloo's threads block only in ``wait``, which ``end`` interrupts.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -222,7 +227,7 @@ class _Exchange:
             self.changed.notify_all()
 
     def tell(self, received: Mapping[str, Mapping[str, str]]) -> None:
-        """Add the values that another member has published."""
+        """Add values that another member has published: group -> key -> value in hexadecimal."""
         with self.changed:
             for group, values in received.items():
                 self._known |= {(group, key): bytes.fromhex(value) for key, value in values.items()}
@@ -232,7 +237,7 @@ class _Exchange:
         with self.changed:
             self.changed.wait_for(lambda: self._over or all((group, key) in self._known for key in keys))
             if self._over:
-                raise ConnectionAbortedError("the creation of these gloo groups was given up")
+                raise ConnectionAbortedError("the creation of the gloo groups of this epoch was aborted")
             return [self._known[group, key] for key in keys]
 
     def wake(self) -> None:
@@ -240,14 +245,14 @@ class _Exchange:
             self.changed.notify_all()
 
     def end(self) -> None:
-        """Make all present and future waits raise ``ConnectionAbortedError``."""
+        """Make all present and future calls of ``wait`` raise ``ConnectionAbortedError``."""
         with self.changed:
             self._over = True
             self.changed.notify_all()
 
 
 class _Store(dist.Store):
-    """Store for gloo's rendezvous of one group; its values are in ``exchange``."""
+    """torch store that gloo uses to connect the members of one group; ``exchange`` contains its values."""
 
     def __init__(self, group: str, exchange: _Exchange) -> None:
         super().__init__()
@@ -260,12 +265,12 @@ class _Store(dist.Store):
         return self._exchange.wait(self._group, [key])[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        del timeout  # the caller limits the total time
+        del timeout  # ``GlooGroups`` limits the time of the complete creation
         self._exchange.wait(self._group, keys)
 
 
 class GlooGroups:
-    """gloo groups of one worker, created and aborted together; ``backends``: name -> torch's gloo group."""
+    """gloo groups of one worker, created and aborted together; ``backends``: group name -> ``ProcessGroupGloo``."""
 
     def __init__(
         self,
@@ -278,18 +283,17 @@ class GlooGroups:
         host: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> None:
-        """``groups``: name -> members in rank order, including ``me``; all members use the same name for a group.
+        """Create the groups; raises ``EpochRevoked``, ``TimeoutError`` or ``PeerLost`` and then creates none.
 
-        ``ring``: prefix of the keys in ``store``, the same on all members of these groups, and never used before.
-        ``timeout``: time limit in seconds for each other member to publish its addresses.
-
-        If it raises ``EpochRevoked``, ``TimeoutError`` or ``PeerLost``, no group exists.
+        ``me``: this worker's id.  ``groups``: group name -> worker ids of the members in rank order, including ``me``;
+        all members use the same names.  ``ring``: prefix of the keys in ``store``, the same on all members, used only
+        once.  ``timeout``: time limit in seconds for each other member to publish its addresses.
         """
         self.backends: dict[str, Any] = {}
         self._cancel_token = cancel_token
         self._connected: list[socket.socket] = []
         self.shut = set[Identity]()
-        """Identities of the connections that ``abort`` has shut."""
+        """Identities of the connections that ``abort`` has shut down."""
         self._closing = threading.Lock()
         self._exchange = _Exchange()
         self._failed: list[Exception] = []
@@ -322,11 +326,11 @@ class GlooGroups:
         cancel_token.on_cancel(self.abort)
 
     def _build(self, name: str, rank: int, size: int, device: Any, timeout: float) -> None:
-        """Create a group in a thread; if the thread gets stuck, it is left behind until gloo's timeout ends it."""
+        """Create a group in a thread.  If the thread hangs, no one waits for it, and gloo's timeout ends it."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device]
-        options._threads = 1  # two threads would write one string at once (`hostdevice.replacements`)
+        options._threads = 1  # two threads of gloo would write one string concurrently (`hostdevice.replacements`)
         store = _Store(name, self._exchange)
 
         def build() -> None:
@@ -354,7 +358,10 @@ class GlooGroups:
             raise PeerLost(f"gloo did not connect to all members within {seconds:g} s", unreachable=True)
 
     def abort(self) -> None:
-        """Make every operation of these groups fail, on this worker and on the other members; from any thread."""
+        """Make every operation of these groups fail, on this worker and on the other members.
+
+        Any thread may call this.
+        """
         with self._closing:
             self.shut |= shut(self._connected)
 
@@ -377,12 +384,12 @@ class _Job:
 
 
 class Waiter:
-    """Waits until a gloo operation is over or the epoch is revoked; a separate thread runs gloo's own wait.
+    """Interruptible wait for gloo operations: ``wait`` returns when the operation is over, or the token is cancelled.
 
-    Only one thread may call ``wait``, so one operation is waited for at a time.
+    A separate thread runs gloo's own wait, which cannot be interrupted.  Only one thread may call ``wait``.
 
-    gloo can miss that its connections were shut (docs/ring.md).  Then the separate thread waits for ever and is left
-    behind; data that still arrives is written to memory that the operation keeps alive.
+    gloo may fail to notice that its connections were shut down (docs/ring.md).  Then the separate thread waits for ever
+    and is abandoned.  The operation keeps its memory alive, so data that still arrives does no harm.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:

@@ -1,13 +1,13 @@
-"""Torch process group inside a replica, whose inner group is exchanged when the replica gets new workers.
+"""Process group inside a replica (``SwappableGroup``), whose inner group is exchanged when the replica changes.
 
-    SwappableGroup --bind(inner)--> every method is the inner group's bound method, so a call costs no more than before
-                                  (gloo: its works can be abandoned when the replica breaks, ``AbortableWorks``)
-         '--renew(...)--> a new inner group of the workers that are now in these positions of this worker's replica
-         '--carried_by(other)--> temporarily ``other`` runs the collectives; messages still use the inner group
+    bind(inner)         each method of the outer group becomes the bound method of ``inner``, so a call costs no more;
+                        with gloo, waits are interruptible (``AbortableWorks``)
+    renew(...)          replace the inner group by a new group of the workers that have these positions now
+    carried_by(other)   temporarily, ``other`` runs the collectives; point-to-point messages use the inner group
 
 Megatron keeps references to groups in layers, buckets, optimizers and communicators.  All of them refer to the outer
-group, which never changes.  The number of members and this worker's rank follow from the positions, so they never
-change either.
+group, which is never replaced.  The positions of its members in the replica never change, so its size and this worker's
+rank in it never change either.
 """
 
 from __future__ import annotations
@@ -27,46 +27,49 @@ from recover_megatron.collectives.gloo.abortable_groups import NO_TIMEOUT, Waite
 from recover_megatron.collectives.torch_nccl import make_group, register
 
 POLL = timedelta(seconds=0.25)
-"""Length of one short wait for a collective; after each, the worker checks whether its replica is broken."""
+"""Length of one wait for a collective; between two such waits the worker checks whether its replica is broken."""
 
 _NOT_IN_PIECES = (
     "send", "recv", "recv_anysource", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
     "reduce_scatter_single", "reduce_scatter_single_coalesced",
 )  # fmt: skip
-"""Operations whose wait cannot be split: it ignores a time limit, or breaks the group when the limit expires."""
+"""Operations whose wait cannot be split into short waits.
+
+gloo's wait for them ignores a time limit, or breaks the group when the limit expires.
+"""
 _RECEIVES = ("recv", "recv_anysource")
 _SETTLE_SECONDS = 1.0
 SETTLING = "waiting for an abandoned collective"
 
 
 class AbortableWorks:
-    """Makes the waits for gloo's operations inside a replica interruptible.
+    """Wrapper of gloo's works inside a replica that makes their waits interruptible.
 
-    ``cancel_token``: cancelled when the replica is broken, after the replica's connections have been shut.  gloo does
-    not always notice the shutdown, and then gloo's own wait never returns.
+    ``cancel_token``: cancelled when the replica is broken, after the replica's connections were shut down.  gloo does
+    not always notice the shutdown; then gloo's own wait never returns.
 
-        collective      the wait is split into short waits, repeated as long as the replica is complete
-        message         cannot be split (an expired time limit shuts gloo's connections): a thread waits, and is left
-                        behind if the replica breaks
-        reduce-scatter  as a message (torch 2.13 composes it of other works, and its wait ignores a time limit)
+        collective      many short waits, until the collective is over or the token is cancelled
+        message         an expired time limit would shut gloo's connections: so a thread calls gloo's wait, and is
+                        abandoned if the token is cancelled
+        reduce-scatter  as a message, because its wait ignores a time limit (torch 2.13)
 
-    An abandoned operation holds its tensors, and may write to them until ``settle`` has returned.
+    An abandoned operation keeps its tensors alive, and may write to them until ``settle`` has returned.
 
-    The work of a receive that no caller waited for is kept until then, too.  If it were freed in the middle of the
-    message, gloo (torch 2.13) would neither read the rest nor notice that the connection was shut, and gloo's thread
-    would spin.
+    The work of a receive for which no caller waits is also kept until then.  If it were freed in the middle of the
+    message, gloo (torch 2.13) would neither read the remaining bytes nor notice the shutdown, and gloo's thread would
+    spin.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:
         self.cancel_token = cancel_token
         self._waiter = Waiter(cancel_token)
         self._under_way = set[Any]()
-        """Works of collectives whose wait has not returned; when a collective starts, completed works are dropped."""
+        """Works of collectives whose wait has not returned; each start of a collective drops completed works."""
         self._receives = set[Any]()
-        """Works of receives whose wait has not returned, or was never called."""
+        """Works of receives for which no wait has returned yet."""
 
     def method(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``call``, method ``name`` of a gloo group: the returned works have a wait that can be abandoned."""
+        """Wrap ``call``, the method ``name`` of a gloo group, so that the works that it returns are interruptible."""
         wait = self._wait_in_thread if name in _NOT_IN_PIECES else self._wait_in_pieces
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -83,14 +86,14 @@ class AbortableWorks:
         return guarded
 
     def settle(self) -> None:
-        """Wait until no collective writes to its tensors; call this when gloo has closed the shut connections.
+        """Wait until no abandoned collective writes to its tensors, at most one second.
 
-        A thread of gloo may still add up data that arrived before the shutdown; or, if gloo has missed the shutdown, a
-        thread waits for a message that never comes and writes nothing.  A collective that is not over after one second
-        counts as the second case.
+        Call this when gloo has closed the connections.  Until then a thread of gloo may still sum data that arrived
+        before the shutdown.  If a collective is not over after one second, gloo has missed the shutdown, and its thread
+        waits for a message that never comes: it writes nothing.
         """
         self._forget_completed()
-        # For a failed reduce-scatter ``is_completed`` is False.
+        # ``is_completed`` of a failed reduce-scatter returns False, so threads wait for all works that are left.
         works = self._under_way.copy()
         waiting = [threading.Thread(target=_over, args=(work,), name=SETTLING, daemon=True) for work in works]
         for thread in waiting:
@@ -102,7 +105,7 @@ class AbortableWorks:
         self._receives.clear()
 
     def _forget_completed(self) -> None:
-        """Drop completed works.  For any thread: iterates over a copy, since other threads may change the set."""
+        """Drop completed works.  Any thread may call this: it iterates over a copy, as other threads change the set."""
         self._under_way -= {work for work in self._under_way.copy() if work.is_completed()}
 
     def _wait_in_thread(self, work: Any) -> bool:
@@ -119,7 +122,7 @@ class AbortableWorks:
                 done = bool(work.wait(POLL))
             except RuntimeError:
                 if work.is_completed():
-                    return bool(work.wait())  # returns, or raises gloo's own error
+                    return bool(work.wait())  # does not block: it returns the result, or raises gloo's error
                 if self.cancel_token.cancelled:
                     raise _left() from None
             else:
@@ -132,28 +135,31 @@ class AbortableWorks:
 
 
 def _over(work: Any) -> None:
-    with suppress(RuntimeError):  # the error of a broken replica
+    with suppress(RuntimeError):  # the operation failed because the replica is broken
         work.wait(NO_TIMEOUT)
 
 
 def _left() -> dist.DistBackendError:
-    return dist.DistBackendError("a gloo operation of a broken replica never completed and was abandoned")
+    return dist.DistBackendError("a gloo operation was abandoned before its end, because its replica is broken")
 
 
 class AbortableWork(dist.Work):
     """Work of a gloo operation whose wait is interruptible."""
 
     def __init__(self, work: Any, wait: Callable[[Any], bool], over: Callable[[Any], None]) -> None:
-        """``wait``: interruptible wait for ``work``.  ``over``: called with ``work`` when gloo's own wait returns."""
+        """``work``: gloo's work.  ``wait``: function that waits for ``work`` and can be interrupted.
+
+        ``over``: called with ``work`` when gloo's own wait, with a time limit, has returned.
+        """
         super().__init__()
         self._work = work
         self._wait = wait
         self._over = over
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the work is done.  Raises gloo's ``RuntimeError``; ``DistBackendError`` if it is abandoned.
+        """Wait until the operation is done.  Raises ``DistBackendError`` if the replica breaks, else gloo's errors.
 
-        ``timeout``: if the caller gives a time limit, gloo's own wait is used, which cannot be interrupted.
+        ``timeout``: time limit, with which gloo's own wait is called, which cannot be interrupted.  None: no limit.
         """
         if timeout is None:
             return self._wait(self._work)
@@ -194,18 +200,18 @@ COLLECTIVES = (
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter", "_reduce_scatter_base",
     "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
 )  # fmt: skip
-"""Operations that ``carried_by`` redirects: all that ``instep.groups.process_group.EpochGroup`` provides."""
+"""Methods that ``carried_by`` redirects: all collectives of ``instep.groups.process_group.EpochGroup``."""
 _WITHOUT_WORK = ("rank", "size", "name")
-"""Methods that return no work and stay unwrapped: Megatron calls them over 100 times per iteration of 4 layers."""
+"""Methods that are not wrapped: they return no work, and Megatron calls them very often."""
 
 
 class SwappableGroup(dist.ProcessGroup):
-    """Process group whose inner group can be exchanged.
+    """Process group inside a replica whose inner group can be exchanged.
 
-    ``positions``: positions of the members in the replica, in rank order; ``me``: this worker's position.  ``name``:
-    the same on all members, and unique among their groups.  ``placeholder``: ``inner`` has the ranks of another
-    replica, so it must be replaced before use, even if this worker is the only member.  ``options``: options with which
-    ``inner`` was created (``ProcessGroupNCCL.Options``), used for every later inner group.
+    ``positions``: positions of the members in the replica, in rank order.  ``me``: this worker's position.  ``name``:
+    name of the group, the same on all members, and unique among a worker's groups.  ``placeholder``: True if ``inner``
+    has the ranks of another replica, so that it must be exchanged before use.  ``options``: options of ``inner``
+    (``ProcessGroupNCCL.Options``), with which later inner groups are created.
     """
 
     def __init__(
@@ -231,10 +237,10 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(inner)
 
     def bind(self, inner: Any) -> None:
-        """Forward every method to ``inner``, which becomes the inner group."""
+        """Make ``inner`` the inner group, to which all methods of this group are forwarded."""
         self.inner = inner
-        # A group with one member never blocks, so it needs no guard.  This saves time: Megatron runs twenty operations
-        # over such groups in an iteration.
+        # A group with one member never blocks, so its works are not wrapped.  This saves time: Megatron runs twenty
+        # operations over such groups in an iteration.
         guard = self._guard if self.backend == "gloo" and len(self.positions) > 1 else None
         for name in _METHODS:
             method = getattr(inner, name, None)
@@ -244,13 +250,13 @@ class SwappableGroup(dist.ProcessGroup):
                 self.__dict__[name] = method
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make gloo's operations of this group abort when the token of ``guard`` is cancelled."""
+        """Make waits for gloo's operations of this group raise when the token of ``guard`` is cancelled."""
         self._guard = guard
         self.bind(self.inner)
 
     @contextmanager
     def carried_by(self, other: dist.ProcessGroup) -> Iterator[None]:
-        """Run the collectives on ``other``, which has equal members, inside this context; for the main thread only."""
+        """Context in which ``other``, a group with the same members, runs the collectives; for the main thread only."""
         self.__dict__.update({name: getattr(other, name) for name in COLLECTIVES})
         try:
             yield
@@ -268,11 +274,11 @@ class SwappableGroup(dist.ProcessGroup):
         gloo: Any = None,
         make: MakeGroup = make_group,
     ) -> None:
-        """Exchange the inner group for a group of the workers that call this with the same ``prefix``.
+        """Replace the inner group by a new group of the workers that call this with the same ``prefix``.
 
-        ``gloo``: backend of the new inner group, created already; it fails when the token of ``guard`` is cancelled.
-        If None (NCCL), ``make`` creates the inner group with the options of the previous inner group, and the caller
-        must abort it when the replica breaks.
+        ``gloo``: gloo backend of the new inner group; ``guard``: makes its waits interruptible.  If ``gloo`` is None,
+        the group uses NCCL: ``make`` creates it with ``self.options``, and the caller must abort it when the replica
+        breaks.
         """
         rank, size = self.at, len(self.positions)
         name = f"{prefix}/{self.own_name}"
@@ -288,7 +294,7 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(group)
         self.placeholder = False
 
-    # Attributes of torch's groups that are not methods.
+    # Attributes of torch's groups that are not methods, so that ``bind`` does not forward them.
 
     @property
     def group_name(self) -> str:

@@ -1,1 +1,1 @@
-"""Gradients over NCCL communicators opened with nccl4py (NCCL's Python bindings), without torch's process groups."""
+"""NCCL communicators opened with nccl4py (NCCL's Python bindings), for sums of gradients and transfers of states."""

@@ -1,4 +1,4 @@
-"""Non-blocking NCCL communicator whose results are believed only if no member can have aborted.
+"""Non-blocking NCCL communicator that detects whether an abort at some member may have spoilt a result.
 
                 success               launch                  all over and believed
     OPENING -------------> READY -----------------> IN_USE -----------------------> READY
@@ -7,29 +7,27 @@
        | token cancelled     |                         |
        '---------------------'--abort------------------'------> CLOSED
 
-Rules of NCCL's user guide ("Fault Tolerance", "Asynchronous errors and error handling", ncclCommGetAsyncError), and
-their consequences here:
+Rules of NCCL ("Fault Tolerance", "Asynchronous errors and error handling", ncclCommGetAsyncError in its user guide),
+and their consequences:
 
-* Any call may leave the communicator *in progress* (ncclInProgress).  In this state only ncclCommGetAsyncError and
-  ncclCommAbort may be called, and nothing may be enqueued on its streams.  ``launch`` returns only when the call is
-  complete, so the event that ``launch`` records is behind the operation.
-* *After an error nothing can be assumed* about enqueued operations; an aborted kernel completes, with garbage in its
-  output.  So an operation is *over* when the device has reached its event, and *believed* if, after that, NCCL reports
-  success and the token is not cancelled.  This is safe against an abort at this end: only this process aborts this
-  end, and it cancels the token first.
-* *An aborted kernel still posts* its steps to its peers, without data (src/device/prims_simple.h: genericOp,
-  postPeer).  Over P2P and shared memory the kernels of the peers then complete with garbage, and the peers' NCCL
-  reports success.
+* *Any call may leave the communicator in progress* (ncclInProgress).  In this state only ncclCommGetAsyncError and
+  ncclCommAbort may be called, and nothing may be enqueued on the communicator's streams.  So ``launch`` returns only
+  when its call is complete, and the event that it records is behind the operation.
+* *After an error the state of enqueued operations is unknown*; an aborted kernel completes with garbage in its output.
+  So an operation is called *over* when the device has reached the operation's event.  It is called *believed* if,
+  after that, NCCL reports success and the token is not cancelled.  Only this process aborts its end of the
+  communicator, and it cancels the token first, so a believed operation was not aborted at this end.
+* *An aborted kernel still signals its steps to its peers*, without data (src/device/prims_simple.h: genericOp,
+  postPeer).  Over P2P and shared memory the peers' kernels then complete with garbage, and NCCL reports success there.
   So operations in flight are aborted only when the tokens of all live members are cancelled
-  (``CancelToken.all_heard``): while a member still believes operations, no peer of it has an aborted kernel.  An
-  evicted member aborts nothing, but exits.  Until it learns of the eviction, ``CancelToken.in_touch`` does not return,
-  so it believes nothing.
-* This module never destroys or finalizes a communicator, which may wait for dead members: ``close`` aborts, which is
-  allowed in every state, at any time, from any thread.
+  (``CancelToken.all_heard``): from then on no member believes an operation.  An evicted member aborts nothing, but
+  exits; until it learns of the eviction, it waits in ``CancelToken.in_touch`` and believes nothing.
+* *Destroying or finalizing a communicator may wait for dead members.*  So ``close`` aborts the communicator, which any
+  thread may do in every state.
 
 One thread at a time owns a communicator: the thread that opens it, then the group's progress thread, then the thread
-that closes the group.  The owner aborts.  Another thread (the guard) aborts only if, after the cancellation, the owner
-has been inside one NCCL call for ``STUCK`` seconds; the abort makes that call return.
+that closes the group.  Normally the owner aborts.  A second thread, the guard, aborts only if after the cancellation
+the owner has been inside one NCCL call for ``STUCK`` seconds; the abort makes that call return.
 """
 
 from __future__ import annotations
@@ -62,20 +60,24 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """Launched operation, with an event behind it.  Its tensors belong to NCCL until ``wait(operation)`` returns."""
+    """Launched operation.  Only NCCL may use its tensors until ``Communicator.wait`` has returned for it."""
 
     event: Any
     tensors: tuple[Any, ...]
-    """Tensors that must stay alive: torch's allocator does not know that NCCL's stream uses them."""
+    """Tensors of the operation, kept alive because torch's allocator does not know that NCCL's stream uses them."""
 
     @property
     def done(self) -> bool:
-        """True if the operation is over, successful or not."""
+        """True if the device has reached the operation's event, whether the operation succeeded or failed."""
         return bool(self.event.query())
 
 
 class Communicator:
-    """NCCL communicator with its state; ``handle``: nccl4py's communicator, which is opening on the current device."""
+    """NCCL communicator with its state.
+
+    ``handle``: communicator of nccl4py, whose opening has begun on the current device.  ``identity``: unique name of
+    the communicator, equal at all members.
+    """
 
     def __init__(
         self, library: Library, handle: Any, identity: str, cancel_token: CancelToken, *, rank: int, size: int
@@ -90,28 +92,28 @@ class Communicator:
         self._device: int = library.cuda.current_device()
         self.state = State.OPENING
         self._lock = threading.Lock()
-        """Protects the transition to CLOSED: the guard and the owner must not both abort."""
+        """Lock for changes of ``state``, so that the guard and the owner cannot both abort."""
         self._under_way: deque[Operation] = deque()
         self._handed: tuple[Any, ...] = ()
-        """Tensors of an incomplete launch; kept alive, since a kernel may start even if the caller gives up."""
+        """Tensors of an incomplete launch, kept alive because a kernel may start even if the launch raises an error."""
         self._entered: float | None = None
         self.adopt(cancel_token)
 
     def adopt(self, cancel_token: CancelToken) -> None:
-        """Use the communicator in the epoch of ``cancel_token``, whose cancellation starts the guard."""
+        """Use the communicator in the epoch of ``cancel_token``.  When the token is cancelled, the guard starts."""
         self._token = cancel_token
         cancel_token.on_cancel(lambda: self._beside(GUARD, lambda: self._guard(cancel_token)))
 
     def release(self) -> None:
-        """Detach the communicator from its epoch; until ``adopt`` no thread may make NCCL calls with it."""
+        """Detach the communicator from its epoch; no thread may use it until ``adopt`` is called."""
         self._token = CancelToken(0)
 
     # ---- opening
 
     def advance(self) -> bool:
-        """Return whether the communicator is open; the opening thread calls this repeatedly.
+        """Check the progress of the opening, and return whether the communicator is open; called repeatedly.
 
-        If it raises ``PeerLost`` or ``EpochRevoked``, the communicator is closed.
+        Raises ``PeerLost`` or ``EpochRevoked``; then the communicator is closed.
         """
         try:
             self._token.check()
@@ -125,16 +127,17 @@ class Communicator:
     # ---- use
 
     def launch(self, call: Callable[[Any], None], event: Callable[[], Any], *tensors: Any) -> Operation:
-        """Enqueue an operation: ``call`` starts it on the handle, then ``event`` records an event on its stream.
+        """Enqueue an operation: pass the handle to ``call``, which starts it; then record an event with ``event``.
 
-        Returns when NCCL has enqueued the operation; the device runs it later.  ``tensors``: used by the operation.
+        Returns when NCCL has enqueued the operation on its stream; the device may run it later.  ``tensors``: tensors
+        that the operation uses.  Raises ``EpochRevoked`` and ``PeerLost``.
         """
         self._token.check()
-        self._become(State.IN_USE)  # before the NCCL call: if the call fails, the communicator must not be kept
+        self._become(State.IN_USE)  # set before the NCCL call: if the call fails, the communicator must not be reused
         self._check()
         self._handed = tensors
         self._ask(call)
-        self._check()  # the first operation connects the members, so it is in progress until all have launched it
+        self._check()  # the first operation connects the members: this waits until all of them have launched it
         operation = Operation(event(), tensors)
         self._under_way.append(operation)
         self._handed = ()
@@ -152,13 +155,16 @@ class Communicator:
         self.believe()
 
     def believe(self) -> None:
-        """Mark all operations that are over as believed, or raise as ``wait``; called before their output is read."""
+        """Mark all operations that are over as believed; call this before their output is read.
+
+        Raises ``EpochRevoked`` if the token is cancelled and ``PeerLost`` if NCCL reports an error.
+        """
         over = []
         while self._under_way and self._under_way[0].done:
             over.append(self._under_way.popleft())
         if over:
             self._token.in_touch()
-        self._check()  # after they are over: see the module's docstring
+        self._check()  # must follow the end of the operations: see the module's docstring
         for operation in over:
             operation.tensors = ()
         self.operations += len(over)
@@ -166,7 +172,7 @@ class Communicator:
             self._become(State.READY)
 
     def _check(self) -> None:
-        """Wait until the communicator is not in progress; raise as ``wait`` does."""
+        """Wait until NCCL reports success for the communicator; raises the errors of ``wait``."""
         self._token.check()
         if self.state is State.CLOSED:
             raise PeerLost("this NCCL communicator was aborted")
@@ -176,14 +182,17 @@ class Communicator:
             self._token.check()
 
     def _succeeded(self) -> bool:
-        """Return True if NCCL reports success, False if it reports in progress; raise ``PeerLost`` for an error."""
+        """Return True if NCCL reports ncclSuccess, False for ncclInProgress; raise ``PeerLost`` for an error."""
         result = int(self._ask(_state))
         if result not in (SUCCESS, IN_PROGRESS):
             raise PeerLost(f"NCCL reports error {result} (ncclResult_t) for its communicator")
         return result == SUCCESS
 
     def _ask[R](self, call: Callable[[Any], R]) -> R:
-        """Return the result of an NCCL call; the guard sees how long it takes, and its errors become ``PeerLost``."""
+        """Return ``call(handle)``, where ``call`` makes one NCCL call; turn an error of NCCL into ``PeerLost``.
+
+        Record the time at which the call begins, so that the guard notices a call that hangs.
+        """
         self._entered = time.monotonic()
         try:
             return call(self.handle)
@@ -196,7 +205,7 @@ class Communicator:
     # ---- the end
 
     def settle(self) -> None:
-        """Wait until NCCL runs no operation of the finished epoch any more.  Raises as ``close`` does.
+        """Ensure that NCCL runs no operation of the finished epoch.  Raises the errors of ``close``.
 
         If all operations of this member are over and believed, the communicator stays READY; otherwise it is closed.
         """
@@ -204,10 +213,10 @@ class Communicator:
             self.close()
 
     def close(self) -> None:
-        """Abort the communicator; idempotent.  May wait for its device, which must be the thread's current device.
+        """Abort the communicator; idempotent.  The abort may wait for the communicator's device.
 
-        If an operation may be in flight, this first waits until all members have cancelled, and raises as
-        ``CancelToken.all_heard`` does.
+        This device must be the thread's current device.  If an operation may be in flight, this first waits until all
+        live members have cancelled their tokens.  Raises the errors of ``CancelToken.all_heard``.
         """
         if self.state is State.IN_USE:
             self._token.all_heard()
@@ -215,7 +224,7 @@ class Communicator:
             if self.state is State.CLOSED:
                 return
             self.state = State.CLOSED
-            with contextlib.suppress(*self.library.errors):  # the communicator is unusable in any case
+            with contextlib.suppress(*self.library.errors):  # even if the abort fails, nothing uses the communicator
                 self.handle.abort()
 
     def _become(self, state: State) -> None:
@@ -224,26 +233,26 @@ class Communicator:
                 self.state = state
 
     def close_beside(self) -> None:
-        """Run ``close`` in a detached thread."""
+        """Run ``close`` in a detached thread, if the communicator is not CLOSED yet."""
         if self.state is not State.CLOSED:
             self._beside("aborting an NCCL communicator", self.close)
 
     def _beside(self, name: str, abort: Callable[[], None]) -> None:
         def unless_out() -> None:
-            with contextlib.suppress(MembershipError):  # this worker is out of the run and exits
+            with contextlib.suppress(MembershipError):  # raised if this worker is out of the run; then it exits
                 abort()
 
         abort_beside(name, self.library.cuda, self._device, unless_out)
 
     def _guard(self, token: CancelToken) -> None:
-        """Abort in place of the owner, if the owner stays inside an NCCL call after the cancellation."""
+        """Abort the communicator if its owner stays inside an NCCL call after ``token`` was cancelled."""
         since, may_abort = time.monotonic(), False
         while self._token is token and self.state is not State.CLOSED:
             entered = self._entered
             if entered is not None and time.monotonic() > max(entered, since) + STUCK:
                 if may_abort:
                     return self.close()
-                token.all_heard()  # meanwhile the owner may have returned, and passed the communicator on
+                token.all_heard()  # blocks: the owner may return from its call in this time, so check again
                 since, may_abort = time.monotonic(), True
             time.sleep(STUCK / 20)
 

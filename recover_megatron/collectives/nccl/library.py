@@ -1,6 +1,6 @@
-"""Access to the NCCL library that torch has loaded, through the bindings nccl4py; threads for NCCL aborts.
+"""Access to the NCCL library that torch has loaded, through the Python bindings nccl4py; threads for NCCL aborts.
 
-All other modules of this package get a ``Library`` as an argument, so that a double can replace NCCL and CUDA.
+The other modules use NCCL and CUDA through a ``Library``, which tests replace by a double.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ import torch
 from recover_megatron.errors import UserError
 
 OLDEST = (2, 27, 0)
-"""Oldest supported version of NCCL; in several earlier versions aborts hang (docs/gpu.md)."""
+"""Oldest supported version of NCCL; aborts hang in some older versions (docs/gpu.md)."""
 _OLDEST_BINDINGS = (0, 6)
 SUCCESS, IN_PROGRESS = 0, 7
-"""ncclResult_t (nccl.h); every other value is an error."""
+"""Values of ncclResult_t (nccl.h): ncclSuccess, ncclInProgress; every other value is an error."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """Loaded NCCL.  ``core``: module ``nccl.core``.  ``cuda``: ``torch.cuda``.  ``errors``: types that calls raise."""
+    """Loaded NCCL library.
+
+    ``core``: the module ``nccl.core``.  ``cuda``: ``torch.cuda``.  ``version``: NCCL's version.  ``errors``: exception
+    types that NCCL calls raise.
+    """
 
     core: Any
     cuda: Any
@@ -35,11 +39,11 @@ class Library:
     errors: tuple[type[Exception], ...]
 
     def config(self) -> Any:
-        """Return the configuration of a communicator: non-blocking, so an NCCL call only enqueues work."""
+        """Return the configuration of a non-blocking communicator, whose calls return before they are complete."""
         return self.core.NCCLConfig(blocking=False)
 
     def unique_id(self) -> str:
-        """Return a new unique id as text, for the rendezvous."""
+        """Return a new unique id of NCCL as hexadecimal text; all members of a communicator need it to open it."""
         return bytes(self.core.get_unique_id()).hex()
 
     def read_unique_id(self, text: str) -> Any:
@@ -58,10 +62,11 @@ def abort_beside(
     abort: Callable[[], None],
     over: Callable[[BaseException | None], None] = _raised,
 ) -> None:
-    """Call ``abort`` in a separate thread, since it may wait for the device; then call ``over`` with its error or None.
+    """Call ``abort`` in a new thread, because it may wait for the device; then call ``over``.
 
-    ``cuda``: ``torch.cuda``, or a double.  The thread makes ``device`` its current device.  Otherwise device 0 is
-    current, and an abort, which restores the current device, creates a context of about 400 MB on device 0.
+    ``over`` gets the error that ``abort`` raised, or None.  ``cuda``: ``torch.cuda``, or a double.  In the thread,
+    ``device`` is the current device.  With the default, device 0, NCCL's abort would create a context of about 400 MB
+    on device 0, because it restores the current device at its end.
     """
 
     def run() -> None:
@@ -77,28 +82,28 @@ def abort_beside(
 
 
 def checked(library: Library) -> Library:
-    """Return ``library``; raise ``UserError`` if it is too old."""
+    """Return ``library``; raise ``UserError`` if its NCCL version is too old."""
     if library.version < OLDEST:
         found, oldest = (".".join(map(str, version)) for version in (library.version, OLDEST))
         raise UserError(
-            f"--recover: torch has loaded NCCL {found}; {oldest} or later is required (aborts hang in older versions)."
-            " Install a newer torch"
+            f"--recover cannot use NCCL {found}, which torch has loaded: {oldest} or later is required, because aborts "
+            "hang in older versions. Install a newer torch"
         )
     return library
 
 
 @cache
 def load() -> Library:
-    """Return the library of this process; raise ``UserError`` if nccl4py or NCCL is missing or too old."""
-    # torch, imported above, has loaded its libnccl; nccl4py uses the loaded library.
+    """Return the NCCL library of this process; raise ``UserError`` if nccl4py or NCCL is missing or too old."""
+    # ``import torch`` has loaded torch's libnccl, and nccl4py uses the loaded library.
     try:
         if tuple(map(int, re.findall(r"\d+", here := version("nccl4py"))))[:2] < _OLDEST_BINDINGS:
             raise ImportError(f"{here} is too old")
         core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
     except ImportError as error:
         raise UserError(
-            f"--recover: gradients over NCCL need NCCL's Python bindings nccl4py, which cannot be used ({error}):"
-            " pip install 'nccl4py>=0.6,<0.7', or recover-megatron[gpu]"
+            f"--recover sums gradients over NCCL with the Python bindings nccl4py, which cannot be used ({error}): run"
+            " pip install 'nccl4py>=0.6,<0.7', or install recover-megatron[gpu]"
         ) from error
     found = core.get_version().libnccl
     if found is None:

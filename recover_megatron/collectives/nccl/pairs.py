@@ -1,24 +1,24 @@
-"""Transfer of a state from device to device, over an NCCL communicator of two members.
+"""Transfer of a state between the GPUs of two workers (a *pair*), over an NCCL communicator with two members.
 
-    receiver                                              holder
+    receiver                                              holder of the state
        | -- NCCL's unique id -------------------------->     |    both open the communicator
-       | -- CONNECT, at the receiver's turn ------------->   |    both launch a message, which connects them
-       |    receive, launched                                |
-       | -- number of a chunk -------------------------->     |    packed into one buffer, and its digest
-       |    over  <===== send, which finds its receive ===   |    over
+       | -- CONNECT, when the receiver has its turn ---->    |    both launch a first message, which connects them
+       |    launch a receive                                 |
+       | -- number of a chunk -------------------------->     |    pack the chunk into one buffer, compute its digest
+       |    receive is over <======= chunk ==============    |    send is over
        | <-- trailer: the digest ------------------------    |
-       |    digest of the received data, copies to tensors   |
+       |    check the digest, copy to the tensors            |
 
-The receiver requests a chunk only when the receive is in the stream of the receiver's device.  So the send runs at once
-and does not block a hardware queue (`collectives.device`).  The holder's device computes meanwhile.  Each worker has at
-most one send and one receive in flight, whatever the number of connections.  Only the receiver waits for its turn, at
-both ends, so no cyclic wait is possible.
+The receiver requests a chunk only when its receive is in the stream of its device.  So the holder's send runs at once
+and does not block a hardware queue of the holder's device, which continues to compute (`collectives.device`).  A worker
+has at most one send and one receive in flight, whatever the number of pairs.  Only receivers wait until an earlier
+transfer is over, so workers cannot wait for each other in a cycle.
 
-The connection acts as cancel token: when it closes at either end, or a message takes too long, the operation is aborted
-at this end at once.  The other end need not agree first.  If the abort completes a message at the other end with
-garbage, the message has no trailer, so it is not believed (`collectives.state.receiver`).  The garbage is in a buffer
-of the pair, which lives until the abort is over.  The receiver then requests missing chunks through host memory, over
-another connection, or from other workers.
+When the TCP connection between the workers closes, or a message takes too long, this end cancels the pair's token and
+aborts its operation at once, without an agreement with the other end.  The abort may complete a message at the other
+end with garbage.  No trailer follows that message, so the receiver does not use it (`collectives.state.receiver`).  The
+garbage is in a buffer of the pair, which lives until the abort is over.  Then the receiver requests the missing chunks
+through host memory, over another connection, or from other workers.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.state.transport import digest
 
 OPENING_SECONDS, CONNECTING_SECONDS = 20.0, 10.0
-"""Time limits in seconds to open a pair: for the receiver; for the holder, when the receiver is connecting already."""
+"""Time limits in seconds to open a pair: for the receiver; for the holder after the receiver's CONNECT."""
 SENDING_SECONDS, RECEIVING_SECONDS = 5.0, 15.0
-"""Time limits in seconds of a message, which takes some ms; a receive may wait while its holder gives up a send."""
+"""Time limits in seconds of a message, which takes some ms.  A receive may have to wait for a holder's failing send."""
 LOOK_MILLISECONDS = 50
 """Time in milliseconds between two checks of a pair's deadline."""
 ID_BYTES = 128
 """Size of NCCL's unique id in bytes: NCCL_UNIQUE_ID_BYTES (nccl.h)."""
 _RECEIVER, _HOLDER = 0, 1
 _DIGESTS = 1 << 64
-"""Modulus that makes a digest unsigned, as in a trailer."""
+"""Modulus that turns a signed digest into the unsigned number that a trailer contains."""
 
 
 class _Connection(CancelToken):
-    """Cancel token that is cancelled when a connection closes or a deadline passes.
+    """Cancel token of a pair, which is cancelled when the connection ``sock`` closes or ``deadline`` passes.
 
-    A separate thread polls both, since the thread that uses the pair may be blocked in an NCCL call, which the
-    cancellation ends.
+    A separate thread checks both, because the thread that uses the pair may be blocked in an NCCL call.  The
+    cancellation ends this call.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -79,7 +79,7 @@ class _Connection(CancelToken):
 
 @dataclass(eq=False)
 class _Lane:
-    """Lock and stream for one direction of a worker's pairs (send or receive): one operation runs at a time."""
+    """Lock and CUDA stream for one direction, which all pairs of a worker share: one send or receive runs at a time."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     stream: Any = None
@@ -87,7 +87,7 @@ class _Lane:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Factory for the pairs of one worker; ``device``: device of the tensors that are sent or received."""
+    """Factory for the pairs of one worker (see ``Pair``); ``device``: device of the tensors to send or receive."""
 
     device: torch.device
     _lanes: tuple[_Lane, _Lane] = field(default_factory=lambda: (_Lane(), _Lane()), init=False)
@@ -98,7 +98,10 @@ class Pairs:
             return bytes.fromhex(libraries.load().unique_id())
 
     def open(self, sock: socket.socket, unique_id: bytes, *, receives: bool) -> Pair:
-        """Open this worker's end of a pair, when the other worker opens the other end.  Raises ``PeerLost``."""
+        """Open this worker's end of a pair; waits until the other worker opens its end.  Raises ``PeerLost``.
+
+        ``sock``: connection to the other worker.  ``unique_id``: equal at both ends.
+        """
         library, rank = libraries.load(), _RECEIVER if receives else _HOLDER
         with _as_lost(), library.cuda.device(self.device):
             handle = library.core.Communicator.init(2, rank, library.read_unique_id(unique_id.hex()), library.config())
@@ -118,9 +121,9 @@ class Pairs:
 
 @dataclass(eq=False)
 class Pair:
-    """End of an open pair at one worker, a ``StateTransport``; only one thread may use it.
+    """End of an open pair at this worker: a ``StateTransport`` from GPU to GPU.  Only one thread may use it.
 
-    After a ``PeerLost`` the pair is unusable, even if the other worker is alive.
+    After ``PeerLost`` the pair is unusable, even if the other worker is alive.
     """
 
     _library: Library
@@ -131,25 +134,26 @@ class Pair:
     _room: torch.Tensor = field(init=False)
 
     def connect(self, room: int, ask: Callable[[], None] = lambda: None) -> None:
-        """Connect both ends by a message of one byte, which is complete when both workers have called ``connect``.
+        """Connect both ends by a message of one byte; returns when both workers have called ``connect``.
 
-        ``room``: size of the largest message in bytes.  ``ask``: makes the holder call ``connect``; a receiver calls
-        ``ask`` only when the message has its turn, since the holder serves no other receiver meanwhile.
+        ``room``: size of the largest message in bytes.  ``ask``: function that makes the holder call ``connect``.  The
+        receiver calls it only when no other receive is running on this worker, because until the receiver's end is
+        connected the holder can send to no other receiver.
         """
         with _as_lost():
             self._room = torch.empty(room, dtype=torch.uint8, device=self._device)
             if self._communicator.rank == _HOLDER:
                 return self._exchange(self._room[:1], CONNECTING_SECONDS)
-            self._drained()  # wait for kernels that still use this memory for its previous owner
+            self._drained()  # earlier kernels may still use this memory, which torch's allocator has reused
             self._exchange(self._room[:1], OPENING_SECONDS, before=ask)
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
-        """Send ``parts`` as ``StateTransport`` does, but from a copy: ``parts`` may change after the copy."""
+        """Copy ``parts`` into the pair's buffer and send the copy; return the checksum, as ``StateTransport.send``."""
         with _as_lost():
             packed = self._packed(parts)
             for piece, part in zip(_pieces(packed, parts), parts, strict=True):
                 piece.copy_(part, non_blocking=True)
-            found = digest([packed]) % _DIGESTS  # the host waits for the digest, and so for the copies
+            found = digest([packed]) % _DIGESTS  # waits for the digest on the host, and so for the copies
             self._exchange(packed, SENDING_SECONDS)
         return found
 
@@ -164,7 +168,10 @@ class Pair:
         return found
 
     def close(self) -> None:
-        """Abort the communicator in a detached thread; the pair's buffer lives until the abort is over."""
+        """Cancel the pair's token, and abort the communicator in a detached thread.
+
+        The pair's buffer lives until the abort is over.
+        """
         self._connection.cancel("the pair was closed")
         self._communicator.close_beside()
 
@@ -184,9 +191,10 @@ class Pair:
         before: Callable[[], None] = lambda: None,
         launched: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send or receive one message; return when it is over and believed.
+        """Send ``packed`` (at the holder) or receive into it (at the receiver); return when this is over and believed.
 
-        ``before``: called when the message has its turn.  ``launched``: called when the message is in the stream.
+        ``seconds``: time limit.  ``before``: called when no other transfer in this direction is running on this worker.
+        ``launched``: called when the operation is in the stream.
         """
         other, cuda, lane = 1 - self._communicator.rank, self._library.cuda, self._lane
         with lane.lock, cuda.device(self._device):
@@ -203,7 +211,7 @@ class Pair:
                 launched()
                 self._communicator.wait(operation)
             except BaseException:
-                lane.stream = None  # the stream is blocked until the abort is over
+                lane.stream = None  # this stream is blocked until the abort is over; the next message gets a new one
                 raise
             self._connection.deadline = math.inf
 
@@ -220,9 +228,10 @@ def _pieces(packed: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[tor
 
 @contextmanager
 def _as_lost() -> Iterator[None]:
-    """Turn every error that ends a pair into ``PeerLost``, so that the transfer continues through host memory.
+    """Context that turns errors of a pair, also lack of GPU memory, into ``PeerLost``.
 
-    That includes lack of device memory.  The error has no traceback, whose frames would hold the pair in a cycle.
+    On ``PeerLost`` the caller continues the transfer through host memory.  The error's cause has no traceback, because
+    its frames would keep the pair alive in a reference cycle.
     """
     try:
         yield

@@ -1,12 +1,12 @@
-"""Communicator of the next epoch: a communicator kept from earlier epochs is reused, or a new one is opened.
+"""Choice of the NCCL communicator for a new epoch: one kept from an earlier epoch, or a new one.
 
-    every member   publishes the communicators that it has kept for its rank and number of members ----.
-    rank 0                                                   '--> decide(), pure --> publishes the decision
-    every member   reuses a kept communicator   if the members are unchanged, and no member has unfinished operations
-                   opens a new communicator     otherwise, with a new unique id; kept communicators are aborted
+    every member   publishes the identities of the communicators that it has kept for its rank and group size
+    rank 0         chooses with ``decide``, and publishes the choice
+    every member   reuses the chosen kept communicator   if all members have kept it, with equally many operations
+                   opens a new communicator              otherwise, with a new unique id; the kept ones are aborted
 
-Rank 0 decides for all members.  All messages, two per member, go through the epoch's key-value store.  (NCCL can also
-shrink and grow communicators, but after an abort a shrunk communicator shares nothing with its parent.)
+The members exchange these messages through the epoch's key-value store.  (NCCL can also shrink and grow communicators.
+But after an abort a shrunk communicator shares no resources with its parent, so shrinking saves nothing.)
 """
 
 from __future__ import annotations
@@ -27,30 +27,36 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 
 
 def decide(held: Sequence[Mapping[str, int]]) -> str | None:
-    """Return the identity of the communicator to reuse, None: open a new one.
+    """Return the identity of a communicator that all members can reuse; None: a new one must be opened.
 
-    ``held``: for each member, identity -> number of believed operations.  All members must have kept the communicator,
-    with equally many operations.
+    ``held``: for each member, its kept communicators: identity -> number of believed operations.  A communicator can be
+    reused if all members have kept it and believed equally many of its operations.
     """
     return min((identity for identity, _ in set.intersection(*(set(own.items()) for own in held))), default=None)
 
 
 class Keeper:
-    """Pool of this worker's communicators that no epoch uses at the moment; for any thread.
+    """Pool of this worker's communicators that no epoch uses at present.  Any thread may use the pool.
 
-    A communicator stays in the pool until ``take`` or ``close``; when the members of columns have changed, the pool's
-    owner calls ``close``.  ``keeps``: if False, every communicator is aborted instead of kept.
+    When the members of columns change, the owner of the pool must call ``close``.  ``keeps``: if False, the pool aborts
+    every communicator that it gets.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
         self._held: list[Communicator] = []
         self.stream: Any = None
-        """CUDA stream for all columns and epochs; torch's pool would soon return streams that are in use."""
+        """CUDA stream that all columns use in all epochs.
+
+        torch's pool has few streams: with a new stream per epoch, it would soon return streams that are in use.
+        """
         self._lock = threading.Lock()
 
     def give(self, communicator: Communicator) -> None:
-        """Keep a communicator after its epoch, when ``settle`` has returned; if it is not READY, abort it."""
+        """Put a communicator into the pool at the end of its epoch; if it is not READY, abort it instead.
+
+        Call this when ``communicator.settle`` has returned.
+        """
         if self._keeps and communicator.state is State.READY:
             communicator.release()
             with self._lock:
@@ -59,14 +65,14 @@ class Keeper:
             communicator.close_beside()
 
     def take(self, rank: int, size: int) -> dict[str, Communicator]:
-        """Remove the communicators with this rank and size from the pool; return identity -> communicator."""
+        """Remove the communicators with this rank and group size from the pool; return identity -> communicator."""
         with self._lock:
             fitting = {kept.identity: kept for kept in self._held if (kept.rank, kept.size) == (rank, size)}
             self._held = [kept for kept in self._held if kept.identity not in fitting]
         return fitting
 
     def close(self) -> None:
-        """Abort all communicators of the pool, in detached threads."""
+        """Abort all communicators of the pool, each in a detached thread, and empty the pool."""
         with self._lock:
             held, self._held = self._held, []
         for communicator in held:
@@ -75,7 +81,10 @@ class Keeper:
 
 @dataclass(eq=False)
 class Opening:
-    """Opening of a communicator, in steps.  ``prefix``: of its keys in ``store``; unique, and equal at all members."""
+    """Opening of a communicator at one member; ``advance`` does the next step.
+
+    ``prefix``: prefix of the opening's keys in ``store``, the same at all members, and used only once.
+    """
 
     library: Library
     keeper: Keeper
@@ -95,7 +104,7 @@ class Opening:
         return next(self._steps, True)
 
     def fail(self) -> None:
-        """Give up the opening: abort the communicator and all kept communicators that it has taken."""
+        """Stop the opening: abort its communicator, and all communicators that it has taken from the pool."""
         for communicator in filter(None, (self.communicator, *self._kept.values())):
             communicator.close_beside()
 
@@ -114,7 +123,7 @@ class Opening:
         if (kept := self._kept.pop(order["identity"], None)) is not None:
             kept.adopt(self.cancel_token)
         self.communicator = kept or self._init(**order)
-        for other in self._kept.values():  # a communicator of another column, if this column is unchanged
+        for other in self._kept.values():  # if this column is unchanged, these are communicators of other columns
             self.keeper.give(other) if kept else other.close_beside()
         self._kept = {}
         while not self.communicator.advance():
@@ -135,9 +144,10 @@ class Opening:
 
 
 def opened(opening: Opening, timeout: float) -> Communicator:
-    """Wait until the communicator is open, and return it; if an error is raised, the opening is given up.
+    """Wait until the communicator is open, and return it.
 
-    Raises ``EpochRevoked``, ``PeerLost``, and ``TimeoutError`` after ``timeout`` seconds.
+    Raises ``EpochRevoked``, ``PeerLost``, and ``TimeoutError`` after ``timeout`` seconds; then the opening has failed,
+    and its communicators are aborted.
     """
     deadline, pause, cancel_token = time.monotonic() + timeout, _FIRST_PAUSE, opening.cancel_token
     try:

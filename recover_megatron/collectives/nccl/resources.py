@@ -1,6 +1,6 @@
 """NCCL backend of a group: NCCL's collectives, on a dedicated stream.
 
-Members on the same GPU communicate only over sockets (docs/reference/gpu_results.md).
+NCCL connects members on the same GPU only over sockets (docs/reference/gpu_results.md).
 
     reduce_scatter, all_gather, transfer --launch--> the stream --event--> over --NCCL reports success--> believed
 """
@@ -23,9 +23,10 @@ from recover_megatron.collectives.nccl.renewal import Keeper, Opening, opened
 
 
 class NcclNative(DeviceStream, NativeBackend):
-    """Backend with NCCL's collectives; ``comm`` is None if the group has only one member.
+    """Backend with NCCL's collectives.
 
-    ``keeper``: gets the communicator when the backend is closed.
+    ``comm``: communicator of the group; None if the group has only one member.  ``keeper``: pool that gets the
+    communicator when the backend is closed.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class NcclNative(DeviceStream, NativeBackend):
         return self._launch(lambda handle: handle.allgather(source, output, stream=self._stream), output, source)
 
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Exchange all messages in one launch; NCCL runs them concurrently, so they are in no order."""
+        """Exchange all messages in one NCCL group call, which runs them concurrently."""
 
         def all_of_them(handle: Any) -> None:
             with self._library.core.group():
@@ -94,8 +95,8 @@ def open_native(
 ) -> NcclNative:
     """Open the NCCL backend of a group.
 
-    ``prefix``: of the group's keys in ``store``.  ``timeout``: seconds in which all members must have joined.  Raises
-    as ``opened`` does.
+    ``keeper``: pool of communicators to reuse.  ``prefix``: prefix of the group's keys in ``store``.  ``timeout``:
+    seconds in which all members must have joined.  Raises the errors of ``renewal.opened``.
     """
     library = libraries.load()
     keeper.stream = keeper.stream or library.cuda.Stream(device, priority=-1)

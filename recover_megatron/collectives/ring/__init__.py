@@ -1,1 +1,1 @@
-"""Fault-tolerant ring: schedule (pure functions), executor, and the group that callers use."""
+"""Fault-tolerant ring: schedule of the messages (pure functions), and the executor and group that send them."""

@@ -1,6 +1,6 @@
-"""Fault-tolerant ring: a group that carries out the programs of ``schedule`` over a transport.
+"""Fault-tolerant ring: a group that runs the programs of ``schedule`` over a transport.
 
-The worker's own gradient in the bucket is the only copy of the input, and is overwritten only by the finished sum:
+The bucket contains the only copy of this worker's own gradient.  Only the finished sum overwrites it:
 
                      +--------- reduce-scatter half ----------+      +------ all-gather half ------+
     from the         | arrives in scratch                     |      | arrives in scratch          |
@@ -11,10 +11,10 @@ The worker's own gradient in the bucket is the only copy of the input, and is ov
                      +----------------------------------------+      +-----------------------------+
 
     one segment at one member:     LOCAL --FINISH or STORE--> REDUCED
-    (nothing interrupts between the write and the mark: a revocation is checked only while waiting for a message)
+    (a revocation cannot interrupt between the write and the mark, because it is checked only in waits for messages)
 
-A sent message is the own gradient (hop 0), a partial sum in scratch, or a finished segment of the bucket.  Scratch
-memory is reused only when the message in it has been sent.
+A message that this member sends is its own gradient (hop 0), a partial sum in scratch memory, or a finished segment of
+the bucket.  Scratch memory is reused only when the message in it has been sent.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from recover_megatron.collectives.ring.schedule import (
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 LOOKAHEAD = 1
-"""Number of receives that are posted in addition to the one being waited for."""
+"""Number of receives that are posted in addition to the receive that the thread is waiting for."""
 _MESSAGES = 32
-"""Maximum number of messages that are processed between two checks for newly submitted tasks."""
+"""Maximum number of received messages that one call of ``Ring.advance`` processes; then new tasks can begin."""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
 
 Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-"""Views of the bucket for the sends and for the receives of a program."""
+"""(views of the bucket for the sends of a program, views for its receives), in the order of the program."""
 
 
 def parts_of(flat: torch.Tensor, program: Program) -> Parts:
@@ -67,10 +67,10 @@ class RingTask(Task):
     to_receive: Sequence[torch.Tensor]
     tag: int
     epoch_of: Callable[[int], int]
-    """Returns the epoch with which a finished segment is marked; the argument is its first element."""
+    """Function: index of a finished segment's first element -> epoch to record for the segment."""
     token: object
     stored: str
-    """Name that the hook gets when a received finished sum was stored: "store" or "gather"."""
+    """Step name for the hook when a received finished sum was copied to the bucket: "store" or "gather"."""
     posted: int = 0
     gone: int = 0
     asked: int = 0
@@ -86,22 +86,22 @@ class RingTask(Task):
 
 
 _Sending = tuple[RingTask, Pending, Arrival | None]
-"""(task, message being sent, scratch of the partial sum that it sends; None if it sends no partial sum)."""
+"""(task, message being sent, arrival whose memory contains the sent partial sum; None if it is no partial sum)."""
 _Receiving = tuple[RingTask, Receive, Arrival]
-# Tuples, since they are fast: one ``_Sending`` or ``_Receiving`` is created per message.
+# These are tuples because tuples are created fast, and each message needs one.
 
 
 class Ring(Executor[RingTask]):
-    """Executor of one group's tasks (runs); the messages of successive runs follow each other without a pause."""
+    """Executor of one group's tasks; a running task is a *run*.  Messages of the next run follow without a pause."""
 
     def __init__(self, transport: Transport, hook: Hook | None = None) -> None:
         self._transport = transport
         self._transport.on_sent(self._reap)
         self._hook = hook
         self._used = 0
-        """Number of scratch segments that posted receives and partial sums use."""
+        """Number of segments of scratch memory that posted receives and unsent partial sums use."""
         self._handed_in: deque[RingTask] = deque()
-        """Submitted tasks that are not begun: the device may still be computing their buckets."""
+        """Submitted tasks that have not begun, because the device may still be computing their buckets."""
         self._runs: deque[RingTask] = deque()
         self._to_send: deque[RingTask] = deque()
         self._to_ask: deque[RingTask] = deque()
@@ -125,7 +125,7 @@ class Ring(Executor[RingTask]):
             self._begin(self._handed_in.popleft())
         with self._transport.scope():
             self._step()
-            for _ in range(_MESSAGES):  # handle messages that have arrived before returning to the progress thread
+            for _ in range(_MESSAGES):  # process messages that have arrived already, without returning for each
                 if not (self._receiving and self._receiving[0][2].done):
                     break
                 self._step()
@@ -142,7 +142,7 @@ class Ring(Executor[RingTask]):
             self._reap()
         if self._to_send:
             self._post_sends()
-            self._reap()  # before this thread waits: release the memory of messages that were sent at once
+            self._reap()  # releases memory of messages that are sent already, before this thread waits
         if self._to_ask:
             self._post_receives()
         if self._receiving:
@@ -162,12 +162,12 @@ class Ring(Executor[RingTask]):
     def close(self) -> None:
         self._transport.close()
         for queue in (self._handed_in, self._runs, self._to_send, self._to_ask, self._sending, self._receiving):
-            queue.clear()  # the items would keep the transport's memory and connections alive
+            queue.clear()  # because the items keep the transport's memory and connections alive
 
     # ---- sending
 
     def _post_sends(self) -> None:
-        """Send messages in program order until one needs a receipt that has not been handled yet."""
+        """Send messages in program order, up to the first message that depends on a receive that is not processed."""
         while self._to_send:
             run = self._to_send[0]
             sends = run.program.sends
@@ -200,7 +200,7 @@ class Ring(Executor[RingTask]):
     # ---- receiving
 
     def _post_receives(self) -> None:
-        """Post the next receives, up to ``LOOKAHEAD`` ahead and as far as scratch has room."""
+        """Post the next receives: at most ``LOOKAHEAD`` in addition to the awaited one, while scratch has room."""
         while self._to_ask and len(self._receiving) <= LOOKAHEAD:
             run = self._to_ask[0]
             receives = run.program.receives
@@ -208,8 +208,8 @@ class Ring(Executor[RingTask]):
                 self._to_ask.popleft()
                 continue
             if self._used > run.program.partials + LOOKAHEAD:
-                # The successor lags, so partial sums accumulate here.  A member needs room for one segment more than
-                # the schedule's partial sums.  The member that lags most has it, so waiting here cannot deadlock.
+                # The successor lags, so partial sums accumulate on this member.  Waiting for a send cannot deadlock:
+                # the member that lags most has room for the schedule's partial sums and one more segment.
                 if self._receiving:
                     return
                 self._transport.wait(self._sending[0][1])
@@ -223,7 +223,10 @@ class Ring(Executor[RingTask]):
             run.asked += 1
 
     def _handle(self, run: RingTask, receive: Receive, arrival: Arrival) -> None:
-        """Add, finish or store a segment that is complete in scratch.  Nothing interrupts between write and mark."""
+        """Do the action of ``receive`` on its segment, which has arrived in scratch memory.
+
+        A revocation does not interrupt between the write to the bucket and the mark in the ledger.
+        """
         scratch, hook, part = arrival.tensor, self._hook, run.to_receive[run.handled]
         if hook:
             hook("arrived", receive.hop)
@@ -266,35 +269,41 @@ class Ring(Executor[RingTask]):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Parameters of the segmentation, equal on all members.  Defaults measured with benchmarks/bench_ring.py."""
+    """Parameters for the division of chunks into segments; equal on all members.
+
+    The defaults were chosen with benchmarks/bench_ring.py.
+    """
 
     segment_bytes: int = 512 << 10
     """Maximum length of a segment in bytes."""
     least_bytes: int = 128 << 10
-    """Length in bytes: segments are not made shorter only to have ``depth`` blocks in flight."""
+    """Minimum length in bytes of the segments into which a chunk is cut to have ``depth`` blocks in flight."""
     depth: int = 2
-    """Number of blocks in flight at a time; see ``schedule``."""
+    """Number of blocks of segments in flight at a time; see ``ring.schedule``."""
 
     @property
     def slots(self) -> int:
-        """Number of segments for which a member has room: the maximum of its partial sums, and one arriving segment."""
+        """Number of segments for which a member needs memory: its maximum number of partial sums plus one arrival."""
         return most_partials(self.depth) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Program, and its signature, from which message tags are made: members with different programs detect it."""
+    """Program and its signature.
+
+    Message tags are computed from the signature, so members detect that their programs differ.
+    """
 
     program: Program
     signature: int
 
 
 MOST_MESSAGES = 1 << 17
-"""Limit of a group's cache of programs, in messages of the programs; about 20 MiB."""
+"""Maximum total number of messages in the programs that one group caches; about 20 MiB."""
 
 
 class RingGroup(Group):
-    """Group that sums over a ring; created by ``open_group``."""
+    """Group that sums over a ring; ``open_group`` creates it."""
 
     def __init__(
         self,
@@ -316,14 +325,14 @@ class RingGroup(Group):
         self._serve(Ring(transport, hook))
 
     def segment_elements(self, chunks: Chunks, element_size: int) -> int:
-        """Return the number of elements of a segment when ``chunks`` are cut."""
+        """Return the maximum number of elements of the segments into which ``chunks`` are cut."""
         tuning = self.tuning
         most, least = max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size
         return segment_length(chunks, most, least, tuning.depth)
 
     def _start(self, collective: BucketCollective) -> Handle:
         spec, flat, what = collective, collective.flat, collective.what
-        gather_hops = max(spec.to, default=0)  # in a ring all members in between get the chunk, too
+        gather_hops = max(spec.to, default=0)  # in a ring, a chunk passes all members up to the farthest receiver
         key = what, flat.dtype, spec.reduce, gather_hops, frozen(spec.chunks)
         planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, spec.chunks, spec.reduce, gather_hops))
         run = RingTask(
@@ -334,9 +343,9 @@ class RingGroup(Group):
         return self._hand_in(run)
 
     def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
-        """Return the views of ``flat`` for a program; cached for gradients, whose buckets return in each iteration.
+        """Return the views of ``flat`` for a program; cached for gradients, whose buckets are the same each iteration.
 
-        The cache key contains ``id(flat)``.  The cached value holds ``flat``, so no other tensor can get this ``id``.
+        The cache key contains ``id(flat)``.  The cached value refers to ``flat``, so no other tensor can get this id.
         """
         if what != "reduce":
             return parts_of(flat, program)

@@ -1,32 +1,31 @@
-"""Schedule of a ring's messages: which segment a rank sends and receives when; pure functions of rank and chunks.
+"""Schedule of a ring's messages: the order in which a rank sends and receives segments.  All functions are pure.
 
-A bucket is cut into *chunks*, one for each rank, which owns it.  A chunk is cut into *segments*.  A segment travels
-round the ring, always from rank r to rank r + 1:
+A bucket is cut into *chunks*; each rank owns one chunk.  A chunk is cut into *segments*.  A segment travels round the
+ring of n members, always from rank r to rank r + 1:
 
-    reduce-scatter, hops 0 .. n-2:   the segment of chunk c starts at rank c + 1 as that rank's own gradient; each
-                                     receiver adds its own gradient; after hop n-2 the sum is complete at c
-    all-gather, hops n-1 .. 2n-3:    the finished segment goes from its owner c to c + 1, c + 2, ...
+    reduce-scatter, hops 0 .. n-2:   rank c + 1 sends its own gradient of a segment of chunk c; each receiver adds its
+                                     own gradient and sends the sum; after hop n-2 the sum is complete at rank c
+    all-gather, hops n-1 .. 2n-3:    the owner c sends the finished segment to c + 1, which sends it to c + 2, ...
 
-The order of summation, and so the result to the last bit, depends only on the members and the spans:
+The order of summation, and so every bit of the result, depends only on the members and the spans:
 
     sum of chunk c = (((g[c+1] + g[c+2]) + g[c+3]) + ... ) + g[c]          indices modulo n
 
-The hops of one segment run one after the other, so several segments are in flight at a time to use the network.
-The segments with number k of all chunks form *block* k.  Block k starts ``stride`` hops after block k - 1, and messages
-are ordered by their wave, k * stride + hop:
+A segment makes one hop after the other, so several segments must be in flight at a time to use the network.  The
+segments with number k of all chunks form *block* k.  Block k starts ``stride`` hops after block k - 1, and messages
+are sent in the order of their *wave*, k * stride + hop:
 
     wave     0      1      2      3      4      5      6
     block 0  hop 0  hop 1  hop 2  hop 3  hop 4  hop 5            n = 4, stride 2: three blocks in flight
     block 1                hop 0  hop 1  hop 2  hop 3  hop 4
     block 2                              hop 0  hop 1  hop 2
 
-Every rank sends and receives in this order, so a message needs no address.  A message of hop h + 1 depends on the
-receipt of the same segment at hop h, which comes at least as many messages earlier as blocks are in flight.
+Every rank sends and receives in this order, so a message needs no address.  A send at hop h + 1 depends on the receive
+of the same segment at hop h.  Between the two there are messages of all other blocks in flight.
 
-While a block is in the reduce-scatter half, a member holds a partial sum of it between receipt and sending.  A message
-is sent only to a member with room for it.  So blocks start late enough that a member holds at most ``most_partials``
-partial sums at a time; if each has room for one more segment, members cannot block each other
-(tests/collectives/test_schedule.py).
+In the reduce-scatter half, a member keeps a partial sum from its receive until its send.  A message is sent only if the
+receiver has room for it.  ``stride`` is so large that a member keeps at most ``most_partials`` partial sums at a time.
+If each member has room for one segment more, members cannot block each other (tests/collectives/test_schedule.py).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from recover_megatron.collectives.ledger import Span
 
 
 class Action(Enum):
-    """Action of a rank on a received segment."""
+    """Action that a rank takes on a segment when it has received the segment."""
 
     ADD = "add"  # add the own gradient to the partial sum in scratch, and send the sum to the successor
     FINISH = "finish"  # this rank owns the segment: add the own gradient, and write the complete sum to the bucket
@@ -49,13 +48,14 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Message to the successor.  ``after``: number of this program's receipts that must be handled before the send."""
+    """Message to the successor; ``after``: number of the program's receives that must be processed before the send."""
 
     span: Span
     hop: int
     after: int
     partial: bool
-    """True in the reduce-scatter half: the message is the own gradient (hop 0) or the sum of receipt ``after - 1``."""
+    """True in the reduce-scatter half: the message is the own gradient (hop 0), or the sum that receive number
+    ``after - 1`` has produced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,19 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All messages of one rank in one collective; both tuples are in the order of transmission."""
+    """All messages of one rank in one collective: sends and receives, each in their order in time."""
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
     partials: int
-    """Maximum number of partial sums that the rank holds at a time, if no neighbour lags."""
+    """Maximum number of partial sums that the rank keeps at a time, if no neighbour lags."""
 
 
 def segments(chunk: Sequence[Span], length: int) -> list[Span]:
-    """Cut a chunk into segments of at most ``length`` elements, of equal length except the last one of a span."""
+    """Cut each span of ``chunk`` into segments of at most ``length`` elements.
+
+    The segments of a span are equally long, except its last segment.
+    """
     fragments = []
     for span in chunk:
         part = even_part(len(span), -(-len(span) // length)) if len(span) else 1
@@ -85,23 +88,29 @@ def segments(chunk: Sequence[Span], length: int) -> list[Span]:
 
 
 def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
-    """Return the number of elements of a segment: at most ``most``, and short enough to cut a chunk into ``depth``
-    segments; but segments shorter than ``least`` are not made only to have several in flight."""
+    """Return the maximum number of elements of a segment, such that the longest chunk has ``depth`` segments.
+
+    The result is at least ``least``, at most ``most``, and never larger than the longest chunk, even if this is below
+    ``least``.
+    """
     longest = max((sum(map(len, chunk)) for chunk in chunks), default=0)
     return max(1, min(most, max(least, -(-longest // depth)), longest))
 
 
 def most_partials(depth: int) -> int:
-    """Return the maximum number of partial sums that a member holds at a time in any program, if no neighbour lags."""
+    """Return the maximum number of partial sums that a member keeps at a time in any program, if no neighbour lags.
+
+    ``depth``: number of blocks in flight at a time.
+    """
     return -(-depth // 2) + 1
 
 
 def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:
-    """Return the program of ``rank`` in a ring of ``len(chunks)`` members; ``length``: elements of a segment.
+    """Return the program of ``rank`` in a ring of ``len(chunks)`` members.
 
-    ``reduce``: begin with the reduce-scatter half; False: the chunks are finished already.  ``gather_hops``: number of
-    hops that finished segments travel, 0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: number
-    of blocks in flight at a time.
+    ``length``: maximum number of elements of a segment.  ``reduce``: True: begin with the reduce-scatter half; False:
+    the chunks are finished already.  ``gather_hops``: number of hops of a finished segment: 0 for a reduce-scatter, 1
+    with one shadow, n - 1 for an all-reduce.  ``depth``: number of blocks in flight at a time.
     """
     size = len(chunks)
     parts = [segments(chunk, length) for chunk in chunks]
@@ -116,8 +125,8 @@ def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: i
     receives: list[Receive] = []
     receipt: dict[tuple[int, int], int] = {}
     for _, block, hop in order:
-        # ``rank - behind`` owns the sent chunk: the reduce half starts at the owner's successor, the gather half at the
-        # owner.
+        # Rank ``rank - behind`` owns the sent chunk.  In the reduce half a segment starts at the owner's successor, in
+        # the gather half at the owner.
         behind = hop + 1 if hop < reduce_hops else hop - reduce_hops
         outgoing, incoming = parts[(rank - behind) % size], parts[(rank - 1 - behind) % size]
         if block < len(outgoing):

@@ -1,1 +1,1 @@
-"""Transfer of a worker's state, a tree of values and tensors, from workers that have it (holders) to receivers."""
+"""Transfer of a worker's state, a tree of values and tensors; a *holder* has the state and sends it to a *receiver*."""

@@ -4,17 +4,17 @@
     receiver  text --unflatten--> an equal tree, with tensors that `receiver` fills; nothing is unpickled
 
     receiver                                     holder: a thread for each connection (a stream named state/<key>)
-       | <-- sizes of text and chunk, layout ---- |   as soon as the state of that key is offered
+       | <-- hello: sizes, layout --------------- |   sent when the state with this key is offered
        | --- TEXT ------------------------------> |
        | <-- text, trailer ---------------------- |
        | --- PAIR, NCCL's unique id; CONNECT ---> |   optional; then chunks go from device to device (`nccl.pairs`)
-       | --- number of a chunk, in any order ---> |   without NCCL, several chunks may be requested ahead
+       | --- number of a chunk, in any order ---> |   without a pair, several chunks may be requested ahead
        | <-- the chunk's bytes, trailer --------- |   trailer: number, checksum, 1 if the offer is still valid
-       | --- DONE ------------------------------> |   everything has arrived
+       | --- DONE ------------------------------> |   the receiver has the complete state
 
-An offer is withdrawn before its tensors change.  If the offer was withdrawn while a chunk was read, the chunk's trailer
-says so, and the receiver discards the chunk.  The holder's training continues meanwhile, since these threads only read
-the tensors.
+The holder withdraws its offer before the offered tensors change.  If this happens while a chunk is read, the chunk's
+trailer reports it, and the receiver discards the chunk.  The threads only read the tensors, so the holder's training
+continues during a transfer.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ log = get_logger(__name__)
 
 
 MAX_TEXT = 256 << 20
-"""Maximum size in bytes of the text, which has the plain values of a state and the shapes of its tensors."""
+"""Maximum size in bytes of the text, which contains a state's plain values and the shapes of its tensors."""
 
 
 KIND = "state"
 CHUNK = 8 << 20
-"""Default size of a chunk in bytes, so large that requests cost little (with 1 MiB a transfer took 50 % longer)."""
+"""Default size of a chunk in bytes; with chunks of 1 MiB, requests make a transfer 50 % slower."""
 LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
-"""Sizes in bytes: of a chunk for transfers from device to device, which are faster; maximum that a receiver accepts."""
+"""Size in bytes of a chunk for transfers from GPU to GPU, and the maximum chunk size that a receiver accepts."""
 HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
 TEXT, DONE, PAIR, CONNECT = -1, -2, -3, -4
 LOOK_SECONDS = 0.25
-"""Interval in seconds at which a wait for an offer or for chunks checks whether it must end."""
+"""Interval in seconds between two checks whether a wait for an offer or for chunks must end."""
 
 Chunk = Sequence[tuple[int, int, int]]
-"""Pieces of a chunk, each (number of the tensor, first byte, byte behind the last)."""
+"""Pieces of a chunk, each (index of the tensor, first byte, last byte + 1)."""
 
 
 class Offer:
-    """State ``tree`` that other workers may fetch.  Its tensors are not copied, but read when a chunk is requested.
+    """State ``tree`` that other workers may fetch.  Its tensors are not copied: each request of a chunk reads them.
 
-    ``shared``: number of tensors, from the first on, that are equal on all holders of the state; see ``chunks_of``.
-    ``chunk``: size of a chunk in bytes; None: ``CHUNK``.
+    ``shared``: number n; the first n tensors are equal on all holders of the state.  ``chunk``: size of a chunk in
+    bytes; None: ``CHUNK``.
     """
 
     def __init__(self, tree: Any, shared: int = 0, chunk: int | None = None) -> None:
@@ -85,13 +85,13 @@ class Offer:
         self._error: str | None = None
 
     def parts(self, number: int) -> list[torch.Tensor]:
-        """Return the bytes of chunk ``number``, as pieces of tensors.  Raises IndexError if there is no such chunk."""
+        """Return the bytes of chunk ``number`` as views of the tensors.  Raises IndexError if the number is invalid."""
         if number < 0:
             raise IndexError(number)
         return [self._parts[tensor][start:stop] for tensor, start, stop in self.chunks[number]]
 
     def connected(self) -> None:
-        """Count one more connection over which the receiver fetches this state; a receiver may open several."""
+        """Record that a connection to the receiver was opened; one receiver may open several."""
         with self._lock:
             self._connections += 1
 
@@ -101,41 +101,47 @@ class Offer:
         self._over.set()
 
     def disconnected(self, error: Exception) -> None:
-        """Record that a connection ended, with ``error``, before the receiver had sent DONE over this connection.
+        """Record that a connection failed with ``error`` before the receiver sent DONE over it.
 
-        The receiver counts as dead only when its last connection has ended, because a receiver that has the complete
-        state also closes connections on which requests are still unanswered.
+        The receiver counts as lost only when its last connection has ended: a receiver that has the complete state
+        closes its other connections without DONE.
         """
         with self._lock:
             self._connections -= 1
             if not self._connections and not self._over.is_set():
-                self._error = str(error)  # not the error, whose frames would keep connections and memory alive
+                self._error = str(error)  # only the text: the error's frames would keep connections and memory alive
                 self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
-        """Wait until the receiver has the state.  Raises ``PeerLost`` if it is lost; ``patience`` may raise, too."""
+        """Wait until the receiver has the complete state.  Raises ``PeerLost`` if the receiver is lost.
+
+        ``patience``: called repeatedly; an error that it raises ends the wait.
+        """
         while not self._over.wait(LOOK_SECONDS):
             patience()
         if self._error is not None:
             raise PeerLost(f"the worker that was receiving this state is lost: {self._error}")
 
     def withdraw(self) -> None:
-        """Make the offer invalid before its tensors change, so that receivers discard chunks in flight.  Idempotent."""
+        """Make the offer invalid, so that receivers discard chunks in flight; call this before its tensors change.
+
+        Idempotent.
+        """
         self.stands = False
         self._parts = []
 
 
 def layout_of(tensors: Sequence[torch.Tensor], chunk: int) -> bytes:
-    """Return a hash of 32 bytes of the tensors' shapes and dtypes, and of the chunk size."""
+    """Return the SHA-256 hash of the tensors' shapes and dtypes, and of the chunk size."""
     shapes = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     return hashlib.sha256(json.dumps([chunk, shapes]).encode()).digest()
 
 
 def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tuple[list[Chunk], int]:
-    """Cut tensors of ``sizes`` bytes into chunks; return the chunks, and how many of them contain shared tensors.
+    """Cut tensors of ``sizes`` bytes into chunks; return all chunks, and the number of shared chunks.
 
-    The chunks of the first ``shared`` tensors come first, and contain no other tensor.  ``limit``: size of a chunk in
-    bytes; None: ``CHUNK``.
+    A shared chunk contains only bytes of the first ``shared`` tensors; these chunks come first.  The other chunks
+    contain only other tensors.  ``limit``: size of a chunk in bytes; None: ``CHUNK``.
     """
     limit = limit or CHUNK
     common = list(cut(sizes[:shared], limit))
@@ -144,9 +150,9 @@ def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tu
 
 
 class Offers:
-    """All offers of one worker, served to every worker that connects through the ``streams`` of its peer store.
+    """All offers of one worker; other workers connect to them through ``streams``, the streams of its peer store.
 
-    ``pairs``: for receivers that request a transfer from device to device; None: such requests are refused.
+    ``pairs``: factory of pairs for receivers that request a transfer from GPU to GPU; None: such requests are refused.
     """
 
     def __init__(self, streams: Streams, pairs: Pairs | None = None) -> None:
@@ -169,15 +175,15 @@ class Offers:
         ).start()
 
     def _serve(self, key: str, sock: socket.socket) -> None:
-        with sock, suppress(OSError):  # the receiver closed the connection before the state was offered
+        with sock, suppress(OSError):  # raised if the receiver closes the connection before the state is offered
             watch(sock)
             offer = self._await(key, sock)
             offer.connected()
             try:
                 with beside(offer.gpu, offer.made, within()):
                     serve(sock, SocketTransport(sock), offer, self._pairs)
-            except (OSError, PeerLost, IndexError) as error:  # a fault of this connection; the others continue
-                log.info(f"one connection over which a state was being sent has ended: {error}")
+            except (OSError, PeerLost, IndexError) as error:  # only this connection fails; other connections continue
+                log.info(f"a connection over which this worker was sending its state has failed: {error}")
                 offer.disconnected(error)
 
     def _await(self, key: str, sock: socket.socket) -> Offer:
@@ -185,17 +191,17 @@ class Offers:
             with self._changed:
                 if self._changed.wait_for(lambda: key in self._offers, LOOK_SECONDS):
                     if not self._offers[key].stands:
-                        raise ConnectionResetError("the offer of that state was withdrawn")
+                        raise ConnectionResetError("the offer of the requested state was withdrawn")
                     return self._offers[key]
-            if select.select([sock], [], [], 0)[0]:  # no request comes before the hello, so the receiver has hung up
+            if select.select([sock], [], [], 0)[0]:  # before the hello, only a closed connection becomes readable
                 raise ConnectionResetError("the worker that requested a state closed the connection")
 
 
 def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: Pairs | None = None) -> None:
-    """Answer the requests that arrive on ``sock`` until DONE; send chunks by ``transport``, or by a pair if requested.
+    """Answer the receiver's requests that arrive on ``sock`` until the request DONE.
 
-    Raises OSError or ``PeerLost`` if the receiver is lost or a pair has failed, IndexError if a requested chunk does
-    not exist.
+    Chunks are sent over ``transport``, or over a pair if the receiver has requested one.  Raises OSError or
+    ``PeerLost`` if the receiver is lost or a pair fails, IndexError if a requested chunk does not exist.
     """
     sock.sendall(HELLO.pack(len(offer.text), offer.chunk, offer.layout))
     request, unique_id = bytearray(REQUEST.size), bytearray(ID_BYTES)
@@ -210,7 +216,7 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
             if number == PAIR:
                 receive_into(sock, [memoryview(unique_id)])
                 if pairs is None:
-                    raise PeerLost("a state was requested from device to device, but this worker does not use NCCL")
+                    raise PeerLost("the receiver requested a transfer over NCCL, but this worker does not use NCCL")
                 transport = pair = ends.enter_context(closing(pairs.open(sock, bytes(unique_id), receives=False)))
                 continue
             if number == CONNECT and pair is not None:
@@ -225,5 +231,5 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
 
 
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """Return the CUDA device of the first tensor that is on one; None if no tensor is."""
+    """Return the CUDA device of the first tensor that is on a GPU; None if all tensors are on the host."""
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)

@@ -1,15 +1,16 @@
-"""Receiving side of state transfers: from several holders at once; if one is lost, the others send its chunks.
+"""Receiving side of state transfers: a worker receives a state from several holders concurrently.
 
-    LEAD    from the first holder that answers: the text, and the chunks that are not equal on all holders
-    PULL    from all holders with the leader's layout, over several connections: the shared chunks, each from the
-            holder that is free first
-              a holder is lost  --> the chunks that it has not sent are requested from the other holders; if they were
-                                    requested from device to device, also from this holder over another connection
-              a chunk fails its checksum --> the chunk is refused, and nothing more is requested from that holder
-    all chunks received --> DONE to all holders
-    no holder is left   --> PeerLost; Disagreement if a chunk was refused
+    LEAD    The first holder that offers the state is the leader.  It sends the text, and the chunks that are not equal
+            on all holders.
+    PULL    All holders with the leader's layout send the *shared* chunks, which are equal on all holders.  The next
+            chunk is requested from the holder that is free first.
+              a holder is lost           --> its missing chunks are requested from the other holders
+              a GPU-to-GPU transfer fails --> the chunks are requested through host memory, from the same holder, too
+              a checksum differs         --> the chunk is discarded, and its holder gets no more requests
+    all chunks have arrived --> send DONE to all holders
+    no holder is left       --> raise PeerLost; Disagreement if a checksum differed
 
-Bytes are received into the memory that ``place`` returns, mostly memory that model and optimizer already use.
+The function ``place`` returns the memory for each tensor, mostly memory that the model and the optimizer use already.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ from recover_megatron.network.system import watch
 log = get_logger(__name__)
 
 STREAMS = 4
-"""Number of connections to all holders together: one connection, and one thread for checksums, is too slow."""
+"""Number of connections to all holders together; with one connection, the thread's checksums limit the speed."""
 AHEAD = 2
-"""Number of chunks that are requested from a holder at a time, before the first of them has arrived."""
+"""Number of chunks that one connection requests before the first of these chunks has arrived."""
 
 Shared = Callable[[Any], int]
-"""Function of a tree: returns how many of its tensors, from the first on, are equal on all holders."""
+"""Function of a tree -> number n; the first n tensors of the tree are equal on all holders."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Holder of the state.  ``connect``: opens a connection to the holder's offer; raises ``Unreachable``.
+    """Holder of the state, the worker with id ``worker``.
 
-    ``pairs``: the receiver's pairs, if chunks must come from device to device; else None.
+    ``connect``: opens a connection to the holder's offer; raises ``Unreachable``.  ``pairs``: the receiver's factory of
+    pairs if the holder must send chunks from GPU to GPU; None: chunks go through host memory.
     """
 
     worker: int
@@ -60,14 +62,15 @@ class Source:
 
 
 class _Link:
-    """Connection to one holder, which has offered the state (its hello has arrived)."""
+    """Connection to one holder, which has offered the state and sent its hello (``holder.HELLO``)."""
 
     def __init__(
         self, source: Source, awaited: Callable[[], None], opened: Callable[[int, socket.socket], None]
     ) -> None:
-        """``awaited``: called repeatedly until the holder offers the state; raises to give up the wait.
+        """Connect to the holder and wait for its hello.  Raises ``PeerLost`` and ``Disagreement``.
 
-        ``opened``: called with the holder's worker id and the new connection.
+        ``awaited``: called repeatedly until the hello arrives; may raise an error, which ends the wait.  ``opened``:
+        called with the holder's worker id and the new connection.
         """
         try:
             self._socket = source.connect()
@@ -99,11 +102,11 @@ class _Link:
 
     @property
     def ahead(self) -> int:
-        """Number of chunks that may be requested at a time, before the first of them has arrived."""
+        """Maximum number of chunks that are requested before the first of these chunks has arrived."""
         return 1 if self._pair is not None else AHEAD
 
     def open_pair(self) -> None:
-        """Switch to transfers from device to device if the source has ``pairs``; raise ``PeerLost`` if that fails."""
+        """If ``source.pairs`` is set, open a pair; later chunks go from GPU to GPU.  Raises ``PeerLost`` on failure."""
         pairs = self.source.pairs
         if pairs is None or self._pair is not None:
             return
@@ -114,7 +117,7 @@ class _Link:
         log.info(f"the state of worker {self.worker} is transferred from device to device")
 
     def ask(self, number: int) -> None:
-        """Request chunk ``number``; with a pair do nothing, since ``chunk`` requests it after launching the receive."""
+        """Request chunk ``number``.  With a pair do nothing: ``chunk`` requests it when it has launched the receive."""
         if self._pair is None or number < 0:
             self._send(state_holder.REQUEST.pack(number))
 
@@ -134,7 +137,7 @@ class _Link:
         return body.decode()
 
     def chunk(self, number: int, parts: Sequence[torch.Tensor]) -> None:
-        """Receive chunk ``number``, the oldest requested chunk, into ``parts``, and check it."""
+        """Receive chunk ``number``, the oldest requested chunk, into ``parts``, and check its checksum."""
         transport = self._transport if self._pair is None else self._pair
         self._check(number, transport.receive(parts, lambda: self._send(state_holder.REQUEST.pack(number))))
 
@@ -142,10 +145,10 @@ class _Link:
         trailer = bytearray(state_holder.TRAILER.size)
         self._fill(trailer)
         sent, check_sum, valid = state_holder.TRAILER.unpack(trailer)
-        if sent == number and not valid:  # the holder's bytes may have changed after it computed the checksum
-            raise PeerLost(f"worker {self.worker} has withdrawn that state")
+        if sent == number and not valid:  # the bytes may have changed after the holder computed the checksum
+            raise PeerLost(f"worker {self.worker} has withdrawn its offer of the state")
         if (sent, check_sum) != (number, found):
-            raise Disagreement(f"a chunk of a state from worker {self.worker} arrived damaged: its checksum differs")
+            raise Disagreement(f"a chunk of the state of worker {self.worker} arrived damaged: its checksum differs")
 
     def _fill(self, buffer: bytearray) -> None:
         try:
@@ -156,12 +159,12 @@ class _Link:
     def close(self) -> None:
         if self._pair is not None:
             self._pair.close()
-            self._pair = None  # frees the pair's memory even if the link is still referenced
+            self._pair = None  # frees the pair's memory even if other objects refer to this link
         self._socket.close()
 
 
 class _Missing:
-    """Chunks that have not arrived yet; the receiving threads take them from here."""
+    """Queue of the chunks that have not arrived yet, from which the receiving threads take chunks to request."""
 
     def __init__(self, numbers: range) -> None:
         self.changed = threading.Condition()
@@ -171,7 +174,7 @@ class _Missing:
 
     @property
     def over(self) -> bool:
-        """True if no chunk must be requested any more: all have arrived, or the receipt was given up."""
+        """True if no chunk must be requested: all chunks have arrived, or the receipt of the state was given up."""
         return self._given_up or self.complete
 
     @property
@@ -179,7 +182,7 @@ class _Missing:
         return self.arrived == self._wanted
 
     def take(self, *, wait: bool) -> int | None:
-        """Return a chunk to request; None if there is none.  ``wait``: wait for a chunk until ``over``."""
+        """Return a chunk to request; None: no chunk.  ``wait``: while the queue is empty and not ``over``, wait."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self._todo or self.over)
@@ -197,7 +200,7 @@ class _Missing:
             self.changed.notify_all()
 
     def give_up(self) -> None:
-        """Make all threads stop requesting chunks."""
+        """Empty the queue for good, so that all threads stop requesting chunks."""
         with self.changed:
             self._todo.clear()
             self._given_up = True
@@ -207,11 +210,11 @@ class _Missing:
 class Receiver:
     """Receiver of one state.  The caller calls ``fetch`` once.
 
-    ``sources``: the holders; the first is tried first as leader.  ``stay``: called repeatedly; raises to abort the
-    receipt.  ``awaited``: called repeatedly while a holder has not offered the state yet; raises to give up this wait.
-    ``progress``: called when chunks have arrived.  ``lost``: polled; returns the holders that are known to be dead.
-    Their connections are closed here, since the kernel of a dead process closes them only when it has freed the
-    process's memory.
+    ``sources``: the holders; the first one that offers the state becomes the leader.  ``place``: returns the memory for
+    each tensor.  ``stay``: called repeatedly; an error that it raises aborts the receipt.  ``awaited``: called
+    repeatedly while a holder has not offered the state; an error that it raises ends this wait.  ``progress``: called
+    when chunks have arrived.  ``lost``: called repeatedly; returns the holders that are known to be dead.  The receiver
+    shuts the connections to them, because the kernel closes them only after it has freed the dead process's memory.
     """
 
     def __init__(
@@ -237,23 +240,23 @@ class Receiver:
         self._errors: list[Exception] = []
         self._changed = threading.Condition()
         self._running = self._away = 0
-        """Number of running threads, and number of these that are connecting to a holder, by a socket or a pair."""
+        """Number of running threads, and number of these that are opening a connection or a pair to a holder."""
         self._refused: set[int] = set()
-        """Workers from which a damaged chunk arrived."""
+        """Ids of the workers from which a damaged chunk arrived."""
         self._missing = _Missing(range(0))
 
     def fetch(self, shared: Shared) -> tuple[Any, int]:
         """Receive the state; return its tree, and the size of its tensors in bytes.  ``shared``: see ``Shared``.
 
-        Raises what ``stay`` and ``awaited`` raise; ``PeerLost`` if no holder is left; ``Disagreement`` if a holder sent
-        a damaged or invalid state.
+        Raises ``PeerLost`` if no holder is left, ``Disagreement`` if a holder sent a damaged or invalid state, and the
+        errors of ``stay`` and ``awaited``.
         """
         led: list[tuple[Any, _Link, int]] = []
         try:
             self._run([lambda: led.append(self._lead(shared))], lambda: not self._running)
             if not led:
                 raise self._failure()
-            tree, link, common = led.pop()  # from now on the pulling thread owns ``link``
+            tree, link, common = led.pop()  # from now on the thread that runs ``_pull`` must close ``link``
             self._missing = _Missing(range(common))
             layout = link.layout
             works: list[Callable[[], None]] = [lambda: self._pull(link)]
@@ -269,10 +272,10 @@ class Receiver:
         return tree, sum(tensor.nbytes for tensor in self._tensors)
 
     def _further(self, leader: int) -> list[Source]:
-        """Return a holder for each further connection; a holder may occur several times."""
+        """Return one holder for each connection in addition to the leader's first; a holder may occur repeatedly."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
-        if lead[0].pairs is not None:  # no second pair to a holder: one pair saturates both devices, and takes memory
+        if lead[0].pairs is not None:  # no second pair to a holder: one pair saturates both devices and needs memory
             return [*known[: STREAMS - 1], *(replace(source, pairs=None) for source in known[STREAMS - 1 :])]
         turns = [*known, *lead]
         return [turns[n % len(turns)] for n in range(max(STREAMS - 1, len(known)))]
@@ -292,7 +295,7 @@ class Receiver:
                     raise
 
     def _begin(self, link: _Link, shared: Shared) -> tuple[Any, _Link, int]:
-        """Receive the text, allocate all tensors, and receive the chunks that are not shared by all holders."""
+        """Receive the text and all chunks that are not shared; return tree, last link and number of shared chunks."""
         tree, tensors = unflatten(link.text(), self._place)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a state can only be received into contiguous tensors")
@@ -318,16 +321,19 @@ class Receiver:
 
     def _wanted(self, missing: _Missing) -> None:
         if missing.over:
-            raise PeerLost("no chunk is missing any more")
+            raise PeerLost("this connection is not needed, because no chunk is missing")
 
     def _pull(self, link: _Link) -> None:
         link = self._give_and_take(link, self._missing)
-        with suppress(PeerLost):  # no matter: the holder has sent all requested chunks
+        with suppress(PeerLost):  # a lost holder needs no DONE, and has sent all requested chunks
             link.ask(state_holder.DONE)
         link.close()
 
     def _give_and_take(self, link: _Link, missing: _Missing) -> _Link:
-        """Fetch chunks from one holder until none is missing; return the link that was used last."""
+        """Fetch chunks from one holder until none is missing; return the link used last.
+
+        If a transfer from GPU to GPU fails, continue with a new link through host memory.
+        """
         while not missing.over:
             try:
                 with self._on_the_way():
@@ -339,14 +345,14 @@ class Receiver:
                 if not isinstance(error, PeerLost) or link.source.pairs is None or missing.over:
                     raise
                 log.warning(f"worker {link.worker}'s state cannot be transferred from device to device: {error}")
-            by_hosts = replace(link.source, pairs=None)  # now the error with its frames is freed, and so is the pair
-            with self._on_the_way():  # also after the epoch's end, since this holder has offered its state
+            by_hosts = replace(link.source, pairs=None)  # outside ``except``, where the error's frames keep the pair
+            with self._on_the_way():  # does not call ``awaited``, because this holder has offered its state already
                 link = _Link(by_hosts, lambda: self._wanted(missing), self._opened)
         return link
 
     @contextmanager
     def _on_the_way(self) -> Iterator[None]:
-        """Mark this thread as connecting: it writes no tensor, so when all chunks have arrived, no one waits for it."""
+        """Context of a thread that opens a connection: it writes no tensor, so ``fetch`` may return before it ends."""
         with self._changed:
             self._away += 1
             self._changed.notify_all()
@@ -369,7 +375,7 @@ class Receiver:
                 link.chunk(asked[0], [self._parts[tensor][start:stop] for tensor, start, stop in pieces])
                 asked.popleft()
                 missing.mark_arrived()
-            raise PeerLost(f"worker {link.worker} is not used any more: it sent a damaged chunk")
+            raise PeerLost(f"worker {link.worker} gets no more requests, because it sent a damaged chunk")
         except Disagreement:
             self._refused.add(link.worker)
             raise
@@ -379,7 +385,7 @@ class Receiver:
     # ---- in the caller's thread
 
     def _run(self, works: Sequence[Callable[[], Any]], at_rest: Callable[[], bool]) -> None:
-        """Run ``works`` in threads until ``at_rest()`` is True, and call ``stay`` and ``progress`` meanwhile."""
+        """Run ``works`` in threads until ``at_rest()`` is True; while they run, call ``stay`` and ``progress``."""
         self._running = len(works)
         threads = [threading.Thread(target=self._one, args=(w,), name="receiving a state", daemon=True) for w in works]
         for thread in threads:
@@ -420,15 +426,15 @@ class Receiver:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _hang_up(self, holders: Collection[int]) -> None:
-        """Shut the connections to ``holders``, which ends all waits for chunks from them."""
+        """Shut the connections to ``holders``, so that all waits for chunks from these holders end."""
         with self._lock:
             for holder, sock in self._sockets:
                 if holder in holders:
-                    with suppress(OSError):  # closed already
+                    with suppress(OSError):  # the socket is closed
                         sock.shutdown(socket.SHUT_RDWR)
 
     def _end(self) -> None:
-        """Shut all connections and drop all requests, so that all receiving threads end."""
+        """Shut all connections and empty the queue of missing chunks, so that all receiving threads end."""
         with self._lock:
             self._given_up = True
             everybody = {holder for holder, _ in self._sockets}
@@ -436,7 +442,7 @@ class Receiver:
         self._missing.give_up()
 
     def _failure(self) -> Exception:
-        """Return the error to raise if the state was not received: preferably one that is no ``PeerLost``."""
+        """Return the error to raise if the state was not received: the first that is no ``PeerLost``, else the last."""
         for error in self._errors:
             if not isinstance(error, PeerLost):
                 return error

@@ -1,11 +1,11 @@
-"""Transport of a state's bytes between the memory of two workers; only this part of a transfer depends on the device.
+"""Transport of a state's bytes between two workers: through host memory (``SocketTransport``).
 
     holder     send(parts)     -> checksum of the sent bytes        parts: pieces of tensors, contiguous, uint8
     receiver   receive(parts)  -> checksum of the received bytes
 
-`holder` and `receiver` choose the pieces, compare the checksums and handle the loss of a holder; the transport only
-transfers bytes.  ``SocketTransport`` sends through host memory, `nccl.pairs` from device to device.  The checksums
-(``check_sum``, ``Digest``) detect accidental changes, not deliberate ones.
+`nccl.pairs` has a second transport, from GPU to GPU.  A transport only transfers bytes: the modules `holder` and
+`receiver` choose the pieces, compare checksums and recover from the loss of a holder.  The checksums (``check_sum``,
+``Digest``) detect accidental changes, but no deliberate ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.network.connection import is_path_error
 
 _SMALL = 64 << 10
-"""Size in bytes below which zlib is faster than a torch call."""
+"""Size in bytes below which ``check_sum`` uses zlib, which is then faster than a torch call."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,19 +34,20 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _ROW = 1 << 15
-"""Number of words in a row, each with its own factor; so few that the factors stay in a processor's cache."""
+"""Number of 64-bit words in a row of ``Digest``; so small that a row of factors fits in a processor's cache."""
 _ROWS = 32
-"""Number of rows per torch call, for which a GPU needs as much additional memory."""
+"""Number of rows that one torch call sums; on a GPU the call needs as much additional memory as these rows."""
 _STEP = 0x100000001B3
 _MASK = (1 << 64) - 1
 
 
 class Digest:
-    """Digest of 64 bits of a sequence of tensors: of every bit and of their order; equal on all kinds of device.
+    """64-bit digest of the bytes and the order of a sequence of tensors; it does not depend on the kind of device.
 
-    The 64-bit words of a tensor, each multiplied by a distinct odd factor, are summed in rows modulo 2**64.  The sums
-    of the rows, the length and the digest of the previous tensors form a polynomial in an odd number, so a change of
-    one bit always changes the digest.  It detects accidental changes, not deliberate ones.
+    A tensor is divided into rows of 64-bit words.  Each word of a row is multiplied by a different odd factor, and the
+    products are summed modulo 2**64.  The digest is a polynomial, in an odd number, of the sums of all rows and the
+    lengths of all tensors.  So the change of a single bit always changes the digest.  It detects accidental changes,
+    but no deliberate ones.
     """
 
     def __init__(self) -> None:
@@ -55,13 +56,13 @@ class Digest:
 
     @property
     def value(self) -> int:
-        """Digest of the tensors added so far, as a signed number that fits in an int64 tensor."""
+        """Digest of the tensors added so far, as a signed 64-bit integer."""
         return self._state - (1 << 64) if self._state >> 63 else self._state
 
     def add(self, tensor: torch.Tensor) -> None:
         view = bytes_of(tensor)
         if view.storage_offset() % 8:
-            view = view.clone()  # align the words
+            view = view.clone()  # 64-bit words must be aligned to 8 bytes
         complete = view.numel() // 8
         rest = torch.zeros(8, dtype=torch.uint8, device=view.device)
         rest[: view.numel() % 8].copy_(view[8 * complete :])
@@ -82,8 +83,8 @@ class Digest:
 
 
 def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return for each row the sum of its words times ``factors``, modulo 2**64 by integer overflow."""
-    if rows.device.type == "cpu":  # four times as fast as torch.mv
+    """Return the products of the matrix ``rows`` and the vector ``factors``, modulo 2**64 by integer overflow."""
+    if rows.device.type == "cpu":  # torch.dot is four times as fast as torch.mv
         return torch.stack([torch.dot(row, factors) for row in rows])
     return (rows * factors).sum(1)  # CUDA has no torch.dot for integers
 
@@ -105,9 +106,10 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_sum(parts: Sequence[torch.Tensor]) -> int:
-    """Return an unsigned 64-bit checksum of ``parts`` (bytes on the host); it depends on where the parts are cut.
+    """Return an unsigned 64-bit checksum of ``parts``, tensors of bytes on the host.
 
-    It is three times as fast as CRC-32, the fastest function of zlib and hashlib.
+    Equal bytes that are divided into other parts have another checksum.  The function is three times as fast as CRC-32,
+    the fastest checksum of zlib and hashlib.
     """
     found = 1
     for part in parts:
@@ -118,27 +120,32 @@ def check_sum(parts: Sequence[torch.Tensor]) -> int:
 
 _WORD = 64
 _MOST_PIECES = 512
-"""Maximum number of buffers in one system call; the kernel's limit is 1,024."""
+"""Maximum number of buffers that one system call sends or receives; the kernel's limit is 1,024."""
 
 
 class StateTransport(Protocol):
-    """Transport between two workers; at each end one thread uses it.
+    """End of a transport between two workers; only one thread may use it.
 
-    Both ends must send and receive parts of equal sizes in equal order.  Both methods raise ``PeerLost``.  ``parts``:
-    one-dimensional, contiguous, uint8.
+    ``parts``: one-dimensional, contiguous uint8 tensors.  The receiver's parts must have the same sizes and order as
+    the sender's.  Both methods raise ``PeerLost``.
     """
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
         """Send ``parts``; return their unsigned 64-bit checksum."""
 
     def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
-        """Fill ``parts``; return their checksum.  ``ask``: called, if necessary, to request them from the other end."""
+        """Fill ``parts`` with the received bytes; return their unsigned 64-bit checksum.
+
+        ``ask``: function that requests ``parts`` from the other end.  A transport calls it only if its receives must
+        begin before the other end sends.
+        """
 
 
 class SocketTransport:
-    """Transport over a TCP connection, without copies for host tensors; GPU tensors go through pinned memory.
+    """Transport over a TCP connection.
 
-    When the connection was opened, the peer proved that it knows the run's secret.
+    Host tensors are sent and received without a copy, GPU tensors through pinned host memory.  ``sock``: connection
+    over which the peer has proved that it knows the run's secret.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -162,7 +169,7 @@ class SocketTransport:
         return found
 
     def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None] = lambda: None) -> int:
-        """Fill ``parts``; return their checksum.  ``ask`` is not called, since the chunk was requested earlier."""
+        """Fill ``parts``; return their checksum.  ``ask`` is not called, because the caller has requested ``parts``."""
         on_host = self._staged(parts)
         try:
             receive_into(self._socket, [memory_of(part) for part in on_host])
@@ -186,7 +193,7 @@ class SocketTransport:
 
 
 def _synchronize(parts: Sequence[torch.Tensor]) -> None:
-    """Wait for the copies on this thread's streams; after that the pinned memory may be sent or overwritten."""
+    """Wait for the copies of ``parts`` on this thread's streams; then pinned memory may be sent or overwritten."""
     for device in {part.device for part in parts if part.device.type == "cuda"}:
         drained(device, within())
 
@@ -197,7 +204,7 @@ def memory_of(part: torch.Tensor) -> memoryview:
 
 
 def lost(error: OSError | None) -> PeerLost:
-    """Return a ``PeerLost`` for the ``error`` of a connection; None: the peer closed the connection."""
+    """Return the ``PeerLost`` for a connection that failed with ``error``, or, if None, that the peer closed."""
     return PeerLost(str(error or "the peer closed the connection"), unreachable=is_path_error(error))
 
 
@@ -209,7 +216,10 @@ def _send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill all ``views`` from ``sock``.  Raises OSError; ``ConnectionResetError`` if the peer closes it first."""
+    """Receive bytes from ``sock`` until all ``views`` are filled.
+
+    Raises OSError; if the peer closes the connection before, ``ConnectionResetError``.
+    """
     left = [view for view in views if len(view)]
     while left:
         received = sock.recvmsg_into(left[:_MOST_PIECES], 0, socket.MSG_WAITALL)[0]
@@ -231,7 +241,7 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
 def cut(sizes: Sequence[int], limit: int, most: int = 256) -> Iterator[list[tuple[int, int, int]]]:
     """Cut tensors of ``sizes`` bytes, in order, into chunks of at most ``limit`` bytes and ``most`` pieces.
 
-    A piece is (number of the tensor, first byte, byte behind the last).
+    A chunk is a list of pieces.  A piece is (index of the tensor in ``sizes``, first byte, last byte + 1).
     """
     chunk: list[tuple[int, int, int]] = []
     room = limit
@@ -240,7 +250,7 @@ def cut(sizes: Sequence[int], limit: int, most: int = 256) -> Iterator[list[tupl
         while at < size:
             part = min(size - at, room)
             if at + part < size and part > _WORD:
-                part -= part % _WORD  # aligns the next piece to a word
+                part -= part % _WORD  # so that the next piece of this tensor is aligned to ``_WORD`` bytes
                 room = part
             chunk.append((number, at, at + part))
             at, room = at + part, room - part

@@ -1,4 +1,4 @@
-"""Serialization of a state (a tree of plain values and tensors) to text and a list of tensors, and back.
+"""Conversion of a state, a tree of plain values and tensors, to a text and a list of tensors, and back.
 
 A tree consists of dictionaries (keys: strings and integers), lists, tuples, tensors, numbers, strings, booleans and
 None.  Nothing is pickled.
@@ -17,18 +17,19 @@ import torch
 from recover_megatron.errors import Disagreement
 
 Path = tuple[str | int, ...]
-"""Keys and indices from the root of a tree to a value in it."""
+"""Keys and indices that lead from the root of a tree to a value in it."""
 Place = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
-"""Function of path, shape and dtype: returns the contiguous tensor into which this part of a tree is received."""
+"""Function (path, shape, dtype) -> contiguous tensor into which the tensor at this path of a tree is received."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def flatten(tree: Any) -> tuple[str, list[torch.Tensor]]:
-    """Return the tree as text, which contains numbers in place of the tensors, and the tensors by number.
+    """Return the tree as JSON text, in which a number stands for each tensor, and the list of these tensors.
 
-    A tree consists of dictionaries (keys: strings and integers), lists, tuples (which become lists), tensors, numbers,
-    strings, booleans and None.  Raises TypeError for anything else.
+    The number of a tensor is its index in the list.  Tuples become lists.  Raises TypeError if the tree contains
+    anything else than dictionaries (keys: strings and integers), lists, tuples, tensors, numbers, strings, booleans and
+    None.
     """
     tensors: list[torch.Tensor] = []
     return json.dumps(_plain(tree, tensors)), tensors
@@ -51,13 +52,19 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def unflatten(text: str, place: Place) -> tuple[Any, list[torch.Tensor]]:
-    """Return the tree of a ``flatten`` text, with tensors from ``place``, and the tensors.  Raises Disagreement."""
+    """Return the tree that ``flatten`` has converted to ``text``, and the list of its tensors, made by ``place``.
+
+    Raises ``Disagreement`` if the text numbers the tensors out of order.
+    """
     tensors: list[torch.Tensor] = []
     return _built(json.loads(text), (), place, tensors), tensors
 
 
 def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) -> Any:
-    """Build the value at ``path``.  A nested function would be a reference cycle that keeps the tensors alive."""
+    """Return the value at ``path`` of the tree; append its tensors to ``tensors``.
+
+    This is no nested function, because that would be a reference cycle that keeps the tensors alive.
+    """
     if isinstance(value, list):
         return [_built(item, (*path, at), place, tensors) for at, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -71,14 +78,14 @@ def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) ->
 
 
 MAPPED = 128 << 10
-"""Size in bytes from which on ``new_memory`` gives a tensor its own memory mapping."""
+"""Minimum size in bytes of a tensor for which ``new_memory`` creates a separate memory mapping."""
 
 
 def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype, advice: int | None = None) -> torch.Tensor:
-    """Allocate a tensor on the host; a ``Place`` for ``unflatten``.
+    """Allocate a tensor on the host; usable as the argument ``place`` of ``unflatten``.
 
-    A large tensor gets a memory mapping, which the system gets back when the tensor is freed; malloc would keep most of
-    it.  ``advice``: argument of madvise for the mapping.
+    A large tensor gets a separate memory mapping, which is returned to the system when the tensor is freed; malloc
+    would keep most of the memory.  ``advice``: argument of madvise for the mapping; None: no call of madvise.
     """
     del path
     size = math.prod(shape) * dtype.itemsize

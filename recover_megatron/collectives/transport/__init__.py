@@ -1,1 +1,1 @@
-"""Transports of a ring: TCP and shared memory; discovery and authentication of neighbours."""
+"""Transports of a ring over TCP and shared memory, with the authentication of the neighbours."""

@@ -1,4 +1,4 @@
-"""Handshake of a ring's member with both neighbours: each proves that it knows the secret and belongs to the ring.
+"""Handshake of a ring's member with both neighbours; each side proves that it knows the secret and is in this ring.
 
     connecting (sender)                                  accepting (receiver)
         |  <------------------ nonce A (16) ---------------- |
@@ -6,8 +6,9 @@
         |  <------ HMAC(secret, "receive" A B ring) --------  |
 
 ``ring`` names the group, the epoch and both ranks, and is unique in the job.  So a connection of another epoch, column
-or rank is refused.  Lengths are fixed; nothing is parsed.  All incoming connections (*candidates*) are served
-concurrently until one is authenticated, so a silent candidate blocks no other; each has ``PROOF_SECONDS``.
+or rank is refused.  All lengths are fixed, so nothing is parsed.  Every incoming connection is a *candidate*.  The
+candidates are served concurrently until one of them is authenticated, so a silent candidate does not block another.  A
+candidate must send its proof within ``PROOF_SECONDS``.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from recover_megatron.network.system import close_in_children, forget
 
 NONCE, MAC = 16, 32
 CONNECT_SECONDS = 5.0
-"""Time limit in seconds for a host to accept a connection; its kernel accepts, whatever the process does."""
+"""Time limit in seconds for the successor's host to accept a connection; its kernel does, even if the worker hangs."""
 PROOF_SECONDS = 5.0
 FULL_SECONDS = 0.25
-"""Pause in seconds before connections are accepted again, if this process had no free descriptor."""
+"""Pause in seconds before this process accepts connections again after it had no free file descriptor."""
 MAX_CANDIDATES = 64
-"""Maximum number of candidates served at a time; for one more, the oldest candidate is dropped."""
+"""Maximum number of candidates at a time; when another one connects, the oldest candidate is dropped."""
 
 
 class Refused(Exception):
-    """The other side of a connection does not belong to this ring."""
+    """The process at the other end of a connection does not belong to this ring."""
 
 
 def _mac(secret: bytes, role: str, nonces: bytes, ring: bytes) -> bytes:
@@ -46,7 +47,10 @@ def _mac(secret: bytes, role: str, nonces: bytes, ring: bytes) -> bytes:
 
 
 class _Conversation:
-    """Side of a handshake on a non-blocking socket; the caller calls ``step`` until it returns True."""
+    """Side of a handshake, connecting or accepting, on a non-blocking socket.
+
+    When the socket is readable, the caller calls ``step``, until it returns True.
+    """
 
     def __init__(self, sock: socket.socket, secret: bytes, ring: bytes) -> None:
         self.sock = sock
@@ -57,7 +61,7 @@ class _Conversation:
         self._nonce = os.urandom(NONCE)
 
     def _receive(self, length: int) -> bool:
-        """Receive what is available; return whether all ``length`` bytes have arrived."""
+        """Receive the available bytes, without blocking; return whether all ``length`` bytes have arrived."""
         try:
             data = self.sock.recv(length - len(self._received))
         except BlockingIOError:
@@ -68,7 +72,7 @@ class _Conversation:
         return len(self._received) == length
 
     def _send(self, data: bytes) -> None:
-        if self.sock.send(data) != len(data):  # does not happen: a new connection has room for 48 bytes
+        if self.sock.send(data) != len(data):  # never true: the send buffer of a new connection has room for 48 bytes
             raise Refused("the connection does not accept the handshake")
 
     def step(self) -> bool:
@@ -107,7 +111,11 @@ class _Connecting(_Conversation):
 
 
 class Handshake:
-    """Opens both connections of a member concurrently: ``out`` to the successor, the other from the predecessor."""
+    """Handshakes of one member with both neighbours, on both connections concurrently.
+
+    ``listener``: accepts the predecessor's connection.  ``wake``: descriptor that becomes readable when the token is
+    cancelled.
+    """
 
     def __init__(self, listener: socket.socket, cancel_token: CancelToken, wake: int, secret: bytes) -> None:
         listener.setblocking(False)
@@ -118,10 +126,11 @@ class Handshake:
         self._closed_until = 0.0
 
     def hold(self, out: socket.socket, out_ring: bytes, in_ring: bytes, timeout: float) -> socket.socket:
-        """Run the handshake on ``out`` (connecting or connected, non-blocking) and on all incoming connections.
+        """Run the handshakes with the successor, on ``out``, and with the predecessor; return its connection.
 
-        Returns the connection from the predecessor.  Raises ``EpochRevoked``, ``TimeoutError``, or ``PeerLost`` if
-        the successor refuses this member.
+        ``out``: non-blocking socket on which ``connect`` was called.  ``out_ring``, ``in_ring``: names of the ring for
+        the two connections.  ``timeout``: seconds.  Raises ``EpochRevoked``, ``TimeoutError``, and ``PeerLost`` if the
+        successor is unreachable or refuses this member.
         """
         deadline = time.monotonic() + timeout
         outgoing: _Conversation | None = _Connecting(out, self._secret, out_ring)
@@ -171,7 +180,7 @@ class Handshake:
 
     @staticmethod
     def _give_up_on(outgoing: _Conversation | None, candidates: dict[int, _Conversation], deadline: float) -> None:
-        """Drop candidates whose time is over; raise if the successor's host or the complete handshake took too long."""
+        """Drop candidates whose time is over; raise if the time limit of the successor or of the handshake is over."""
         now = time.monotonic()
         for fd in [fd for fd, candidate in candidates.items() if now >= candidate.since + PROOF_SECONDS]:
             candidates.pop(fd).sock.close()
@@ -197,7 +206,7 @@ class Handshake:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # no free descriptor: drop all candidates, and accept again after a pause
+        except OSError:  # the process has no free descriptor: drop all candidates, and accept again after a pause
             while candidates:
                 candidates.popitem()[1].sock.close()
             self._closed_until = time.monotonic() + FULL_SECONDS
@@ -215,7 +224,7 @@ class Handshake:
             try:
                 if candidates[fd].step():
                     return candidates.pop(fd).sock
-            except (Refused, OSError):  # a foreign process, or a neighbour that died: ignored
+            except (Refused, OSError):  # ignored: the candidate is a foreign process, or a neighbour that has died
                 candidates.pop(fd).sock.close()
         return None
 
@@ -229,9 +238,9 @@ def _is_connected(sock: socket.socket) -> bool:
 
 
 def machine() -> str:
-    """Return a string that is equal in two processes if each may open the other's descriptors under /proc.
+    """Return a string that is equal in two processes if each of them may open the descriptors of the other in /proc.
 
-    It contains the boot id and the namespaces; it is "-" if the system does not provide them.
+    The string contains the boot id and the namespaces; it is "-" if the system does not provide these.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -241,11 +250,12 @@ def machine() -> str:
 
 
 class SharedMemory:
-    """``count`` slots of ``size`` bytes in memory that two neighbours on one host share.
+    """Memory that two neighbours on one host share: ``count`` slots of ``size`` bytes.
 
-    The receiver creates the memory (anonymous, sealed against shrinking, freed with its last user) and the sender maps
-    it.  A free slot belongs to the sender.  A message header with the slot's number passes the slot to the receiver; a
-    byte passes it back.  A sender that dies while it writes never sends the header, so no partial segment is read.
+    The receiver creates the memory (anonymous, sealed against shrinking), and the sender maps it.  Only the sender may
+    use a free slot.  It writes a segment to the slot, then sends a message header with the slot's number.  From then on
+    only the receiver may use the slot, until it returns the number in one byte.  If the sender dies while it writes, it
+    has not sent the header, so the receiver never reads a partial segment.
     """
 
     def __init__(self, descriptor: int, count: int, size: int) -> None:
@@ -257,7 +267,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, count: int, size: int) -> SharedMemory | None:
-        """Create the memory; return None if memfd_create is missing (``network.system``) or file sizes are limited."""
+        """Create the memory; return None if memfd_create does not exist or a limit of file sizes forbids it."""
         try:
             descriptor = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError):
@@ -272,7 +282,10 @@ class SharedMemory:
 
     @classmethod
     def open(cls, pid: int, descriptor: int, count: int, size: int) -> SharedMemory | None:
-        """Map the memory ``descriptor`` of process ``pid`` on this host; return None if the system forbids it."""
+        """Map the memory that process ``pid`` on this host has created; return None if the system forbids this.
+
+        ``descriptor``: number of the memory's file descriptor in that process.
+        """
         try:
             own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -298,7 +311,7 @@ class SharedMemory:
         return view
 
     def close(self) -> None:
-        """Release the memory; the system frees it when no tensor uses it any more."""
+        """Release the memory; the system frees it when no process and no tensor uses it any more."""
         os.close(self.descriptor)
         self._views.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -308,13 +321,13 @@ _BACKLOG = 128
 
 
 class RingListener:
-    """Listening socket for the predecessor in a ring, with shared memory for a predecessor on the same host.
+    """Listening socket to which the predecessor in a ring connects, and shared memory if it is on the same host.
 
-    It can be created before the ring is known.  If workers include ``address`` in the status with which they join an
-    epoch, the plan contains all addresses, and no key-value store is needed.
+    A worker can create it before the members of the ring are known, and send ``address`` in the status with which it
+    joins an epoch.  Then the plan contains all addresses, and no key-value store is needed.
 
-    ``host``: address of this machine that the other members can reach.  ``slots``: number of the slots, and bytes of
-    each; if None, or if the system provides no shared memory, all data goes through the connections.
+    ``host``: address of this machine that the other members can reach.  ``slots``: (number of slots, bytes per slot) of
+    the shared memory.  If it is None, or if the system provides no shared memory, all data goes over TCP.
     """
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
@@ -322,11 +335,11 @@ class RingListener:
         self._slots = SharedMemory.make(*slots) if slots and machine() != "-" else None
         offer = f"{machine()}:{os.getpid()}:{self._slots.descriptor}" if self._slots else "-"
         self.address = f"{address} {offer}"
-        """Address of the socket and of the shared memory, for the predecessor: one line of text."""
+        """Text from which the predecessor finds the socket and the shared memory: "HOST PORT OFFER"."""
         close_in_children(self)
 
     def take_slots(self) -> SharedMemory | None:
-        """Return the shared memory, if any; from now on the caller owns and closes it."""
+        """Return the shared memory, or None; from now on the caller must close it."""
         slots, self._slots = self._slots, None
         return slots
 
@@ -338,4 +351,4 @@ class RingListener:
             slots.close()
 
     close_in_child = close
-    """Called in a process forked from a worker (a data loader), which must not keep a dead worker's listener open."""
+    """Called in a process forked from the worker, such as a data loader: it must not keep the listener open."""

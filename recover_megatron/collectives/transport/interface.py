@@ -1,15 +1,16 @@
-"""Interface of the transports that carry the messages of a ring.
+"""Interface of the transports, which send and receive the messages of a ring.
 
-A transport connects one member to its two neighbours in one epoch: it sends to the successor and receives from the
-predecessor, both in order.  A transport is created for one epoch and cancelled with that epoch; it is never reused.
+A transport connects one member to its two neighbours in the ring: it sends to the successor and receives from the
+predecessor, in order.  It is created for one epoch and never reused in another.
 
     open  --close()-->  closed
       '---abort(), from any thread-->  aborted --close()--> closed
 
-Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``; ``abort`` may come from
-any thread at any time.  On an asynchronous device the ring uses a dedicated stream (``DeviceStream``).
+Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``.  Any thread may call
+``abort`` at any time.
 
-A column without Megatron sums a GPU's gradients through host memory (``StagedTransport``).
+In a column without Megatron, GPU gradients are summed through host memory (``StagedTransport``); the copies run on a
+dedicated stream (``DeviceStream``).
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from recover_megatron.collectives.epoch import CancelToken
 
 
 class Pending(Protocol):
-    """Message in flight; its tensor belongs to the transport until ``done`` is True."""
+    """Message in flight; only the transport may use its tensor until ``done`` is True."""
 
     @property
     def done(self) -> bool:
-        """True when the message is complete: a sent tensor may be overwritten, a received tensor may be read."""
+        """True if the message is complete: a sent tensor may then be overwritten, a received tensor may be read."""
 
 
 class Arrival(Pending, Protocol):
-    """Message being received."""
+    """Message that is being received."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Received data, once ``done`` is True; until ``release`` the ring may read and write it."""
+        """Received data, valid when ``done`` is True.  The ring may read and write it until ``Transport.release``."""
 
 
 class Transport(Order, ABC):
-    """Sends messages to the successor and receives messages from the predecessor; see the module's docstring."""
+    """Transport that sends to the successor and receives from the predecessor; see the module's docstring."""
 
     @property
     @abstractmethod
@@ -53,60 +54,70 @@ class Transport(Order, ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        """Begin to send a contiguous tensor to the successor.  ``tag`` (31 bits) must equal the receiver's tag."""
+        """Begin to send a contiguous tensor to the successor.
+
+        ``tag``: number below 2**31, equal to the tag that the successor passes to ``recv`` for this message.
+        """
 
     @abstractmethod
     def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
-        """Begin to receive ``numel`` elements with ``tag`` from the predecessor, into memory of the transport."""
+        """Begin to receive a message of ``numel`` elements with ``tag`` from the predecessor.
+
+        The transport allocates the memory, which the caller returns with ``release``.
+        """
 
     @abstractmethod
     def release(self, arrival: Arrival) -> None:
-        """Return the memory of ``arrival.tensor`` to the transport; the caller no longer uses it."""
+        """Return the memory of ``arrival.tensor`` to the transport; after this the caller must not use it."""
 
     @abstractmethod
     def wait(self, pending: Pending) -> None:
         """Block until ``pending`` is done.
 
-        Raises ``EpochRevoked`` after ``abort``, and ``CollectiveMismatch`` if the received message is not the expected
-        message.  If a neighbour is dead, raises ``PeerLost`` or blocks until ``abort``, depending on the transport.
+        Raises ``EpochRevoked`` after ``abort``, and ``CollectiveMismatch`` if the received message has another tag or
+        length than expected.  If a neighbour is dead, some transports raise ``PeerLost``, others block until ``abort``.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Make ``wait`` raise ``EpochRevoked``.  When ``settle`` returns after that, no more bytes are sent."""
+        """Make ``wait`` raise ``EpochRevoked``; any thread may call this.
+
+        When ``settle`` has returned after ``abort``, the transport sends no more bytes.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources; after this the neighbours may exit without an error at this member."""
+        """Release all resources.  When a neighbour exits after this, this member raises no error."""
 
     def on_sent(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` from within ``wait`` whenever sends may have finished.
+        """Set the function that ``wait`` calls whenever sends may have finished.
 
-        A transport with limited receive memory must call it.  The callback releases the memory of partial sums that
-        were sent; without it the predecessor may have no memory for the message that ``wait`` is waiting for.
+        A transport with limited memory for received messages must override this and call ``callback``, which releases
+        the memory of partial sums that were sent.  Otherwise there may be no memory for the message that ``wait``
+        awaits, and ``wait`` never returns.
         """
 
     def settle(self) -> None:
-        """Block until this transport no longer reads, writes or sends any tensor; called after an error."""
+        """Block until this transport does not read, write or send any tensor; called after an error."""
         return None
 
 
 class Scratch:
-    """Pool of buffers of equal size, the size of the largest request so far; it records its peak memory."""
+    """Pool of buffers that are as large as the largest request so far; it records the peak of its memory."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        """``pinned``: use pinned host memory, which a GPU reads and writes directly."""
+        """``pinned``: if True, allocate pinned host memory, which a GPU reads and writes directly."""
         self._device = device
         self._pinned = pinned
         self._size = 0
         self._free: list[torch.Tensor] = []
         self.bytes = 0
-        """Number of bytes that are allocated now, in use or free."""
+        """Total size in bytes of the pool's buffers, whether in use or free."""
         self.peak = 0
         """Maximum of ``bytes`` so far."""
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of ``numel`` elements with arbitrary content; return it with ``give``."""
+        """Return a tensor of ``numel`` elements with arbitrary content; the caller must pass it to ``give`` later."""
         needed = numel * dtype.itemsize
         if needed > self._size:
             self._drop()
@@ -118,9 +129,9 @@ class Scratch:
         return self._free.pop()[:needed].view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Return a tensor of ``take`` to the pool, when nothing reads or writes it any more."""
+        """Return ``tensor``, a result of ``take``, to the pool; after this the caller must not use it."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._size:  # allocated before the buffers grew
+        if storage.nbytes() < self._size:  # this buffer was allocated before a larger request: free it
             self.bytes -= storage.nbytes()
             return
         self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
@@ -132,7 +143,7 @@ class Scratch:
 
 @dataclass(eq=False)
 class _Sending:
-    """Message being sent, whose payload was copied to the host; the inner transport sends the copy."""
+    """Message that is being sent: the inner transport sends ``host``, a copy of the tensor in host memory."""
 
     inner: Pending
     host: torch.Tensor
@@ -144,7 +155,7 @@ class _Sending:
 
 @dataclass(eq=False)
 class _Landing:
-    """Message being received; when ``wait`` has returned, its payload is on the device, in ``tensor``."""
+    """Message that is being received; when ``StagedTransport.wait`` has returned, ``tensor`` is on the device."""
 
     inner: Arrival
     numel: int
@@ -154,12 +165,12 @@ class _Landing:
 
 
 class StagedTransport(Transport):
-    """Transport for a device's tensors, which go through host memory; ``inner`` transports the CPU tensors.
+    """Transport for GPU tensors, which it copies to host memory; the transport ``inner`` sends the copies.
 
-        bucket (device) --copy--> host memory, pinned --inner transport--> host memory --copy--> scratch (device)
+        bucket (GPU) --copy--> pinned host memory --inner transport--> host memory of the successor --copy--> its GPU
 
-    It is slower than NCCL by the cost of the copies.  It fails and aborts exactly when the inner transport does.  With
-    the CPU as device the same copies run without a stream, so that tests without a GPU execute this code, too.
+    The copies make it slower than NCCL.  It fails and aborts exactly when ``inner`` does.  ``device`` may be the CPU,
+    so that tests without a GPU execute this code, too.
     """
 
     def __init__(self, inner: Transport, device: torch.device, cancel_token: CancelToken) -> None:
@@ -176,7 +187,7 @@ class StagedTransport(Transport):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         self._reap()
         host = self._host.take(tensor.numel(), tensor.dtype)
-        host.copy_(tensor)  # returns when the copy is complete; it runs on the stream of ``scope``
+        host.copy_(tensor)  # runs on the stream of ``scope``, and blocks until the copy is complete
         sending = _Sending(self._inner.send(host, tag), host)
         self._sending.append(sending)
         return sending
@@ -190,7 +201,7 @@ class StagedTransport(Transport):
         if isinstance(pending, _Landing):
             pending.tensor = self._scratch.take(pending.numel, pending.dtype)
             pending.tensor.copy_(pending.inner.tensor)
-            self._order.finish()  # the copy may still be running, even from memory that is not pinned
+            self._order.finish()  # waits for the copy, which may still be running even if the memory is not pinned
             self._inner.release(pending.inner)
             pending.done = True
 

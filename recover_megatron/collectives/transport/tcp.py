@@ -1,19 +1,19 @@
-"""Transport over two TCP connections: one to the successor, one from the predecessor.
+"""Transport of a ring over two TCP connections: one to the successor, one from the predecessor.
 
-One thread drives it by calling ``wait``.  A wait for one message also transfers bytes of the other direction, so a ring
-in which all members send before receiving does not deadlock.
+Bytes are transferred only while a thread calls ``wait``.  A wait for one message also transfers bytes of the other
+connection, so a ring in which all members send before they receive does not deadlock.
 
-    against the data, one byte each:   number of a slot that is free again   |   GOODBYE: it closes, this is no death
                   +---------------------------------------------------------------------------+
-    member r      |<--------------------------------------------------------------------------|   member r + 1
-                  |-- mode (1 byte), then messages: header (tag, slot, length) [ payload ] -->|
+    member r      |-- mode (1 byte), then messages: header (tag, slot, length) [ payload ] -->|   member r + 1
+                  |<-- single bytes: number of a slot that is free again, or GOODBYE ---------|
                   +---------------------------------------------------------------------------+
 
-    mode INLINE: the payload follows the header, and goes between the tensor's memory and the kernel without a copy
-    mode SHARED: the payload is in a slot of shared memory (neighbours on one host: ``SharedMemory``)
+    mode INLINE: the payload follows the header; it is sent from, and received into, the tensor's memory
+    mode SHARED: the payload is in a slot of shared memory, for neighbours on one host (``SharedMemory``)
+    GOODBYE:     the successor closes the connection, but is not dead
 
-The header is checked before a payload is used.  If a neighbour dies, the connection to it closes, and ``wait`` notices
-that at once, whichever neighbour it is waiting for.
+The header is checked before its payload is used.  If a neighbour dies, its connection closes, and ``wait`` raises
+``PeerLost``, even if it is waiting for the other neighbour.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GOODBYE = 255
 _FROM_SUCCESSOR = select.POLLIN | select.POLLRDHUP
 _FROM_SUCCESSOR_OR_END = _FROM_SUCCESSOR | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _WORTH_WAKING = 128 << 10
-"""Number of payload bytes that may accumulate in the kernel before the waiting thread is woken."""
+"""Maximum number of payload bytes that accumulate in the kernel before it wakes the thread that waits for them."""
 IN_LINE = -1
 """Slot number in the header of a message whose payload follows the header."""
 _HEADER = struct.Struct("<IiQ")
@@ -49,7 +49,7 @@ _NOTHING = torch.empty(0)
 
 
 class Message:
-    """Message in flight; ``parts``: memory that must still be sent or filled over the connection."""
+    """Message in flight; ``parts``: pieces of memory whose bytes must still be sent or received."""
 
     __slots__ = ("done", "dtype", "header", "numel", "own", "parts", "slot", "tag", "tensor")
 
@@ -69,13 +69,13 @@ class Message:
         return self.numel * self.dtype.itemsize
 
     def write_header(self, slot: int) -> None:
-        """Write the header for a payload in the receiver's slot ``slot``, or behind the header (``IN_LINE``)."""
+        """Write the message's header; ``slot``: slot that contains the payload, ``IN_LINE``: it follows the header."""
         _HEADER.pack_into(self.header, 0, self.tag, slot, self.nbytes)
 
     def read_header(self) -> int:
         """Return the slot number in the received header.
 
-        Raises ``CollectiveMismatch`` if the header does not belong to the expected message.
+        Raises ``CollectiveMismatch`` if the tag or the length in the header is not the expected one.
         """
         tag, slot, length = _HEADER.unpack(self.header)
         if (tag, length) != (self.tag, self.nbytes):
@@ -86,7 +86,10 @@ class Message:
         return int(slot)
 
     def add_payload(self, tensor: torch.Tensor) -> None:
-        """Append the memory of ``tensor`` (CPU, contiguous) as payload; the tensor must live until ``done``."""
+        """Append the memory of ``tensor`` (on the CPU, contiguous) as payload.
+
+        The caller must keep the tensor alive until ``done`` is True.
+        """
         self.parts.append(memory_of(tensor))
 
     def advance(self, count: int) -> None:
@@ -97,7 +100,7 @@ class Message:
             parts[0] = parts[0][count:]
 
     def forget(self) -> None:
-        """Drop the reference to the tensor, which nothing reads any more."""
+        """Drop the reference to the tensor of a finished message."""
         self.tensor = _NOTHING
 
 
@@ -116,11 +119,13 @@ class TcpTransport(Transport):
         timeout: float = 60.0,
         ring_listener: RingListener | None = None,
     ) -> None:
-        """Connect to both neighbours.  ``members``: worker ids by rank.
+        """Connect to both neighbours.  ``rank``: rank of this worker.  ``members``: worker ids by rank.
 
-        ``ring``: name of the ring (group, epoch), unique in the job.  ``host``, ``slots``: as for ``RingListener``;
-        ``slots`` must be equal on all members.  ``ring_listener``: created earlier with this ``host`` and ``slots``;
-        it is closed when both neighbours are connected.  Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
+        ``ring``: name of the ring, unique in the job; prefix of its keys in ``store``.  ``host``, ``slots``: as for
+        ``RingListener``; ``slots`` must be equal on all members.  ``ring_listener``: listener with this ``host`` and
+        ``slots``, closed when both neighbours are connected; None: a new one is opened.  ``timeout``: seconds.
+
+        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self._cancel_token = cancel_token
         self._sent: Callable[[], None] = lambda: None
@@ -139,7 +144,7 @@ class TcpTransport(Transport):
         self._watched_in = self._watched_out = 0
         size = len(members)
         self._neighbours = {"successor": members[(rank + 1) % size], "predecessor": members[(rank - 1) % size]}
-        self._descriptors = threading.Lock()  # abort must not use the number of a closed descriptor
+        self._descriptors = threading.Lock()  # because ``abort`` must not use descriptors that ``close`` has closed
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
         self._poller.register(self._wake, select.POLLIN)
@@ -176,7 +181,7 @@ class TcpTransport(Transport):
                     self._out.connect((address, int(port)))
                 except BlockingIOError:
                     raise
-                except OSError as error:  # the kernel knows already that the host is down or unreachable
+                except OSError as error:  # the kernel knows that the host is down or unreachable
                     raise self._lost("successor", error, connecting=True) from error
             meeting = Handshake(ring_listener.listener, self._cancel_token, self._wake, secret)
             try:
@@ -195,7 +200,7 @@ class TcpTransport(Transport):
             self._free = list(range(slots[0])) if self._remote else []
         try:
             self._out.send(_SHARED if self._remote else _INLINE)
-        except OSError as error:  # this member or the successor closed the connection: the epoch is over
+        except OSError as error:  # this member has aborted, or the successor has closed the connection
             raise self._lost("successor", error) from error
 
     @property
@@ -229,7 +234,7 @@ class TcpTransport(Transport):
             self._scratch.give(arrival.own)
         else:
             assert self._in is not None
-            with contextlib.suppress(OSError):  # the predecessor is dead and needs no slot; the next receive reports it
+            with contextlib.suppress(OSError):  # a dead predecessor needs no slot; the next receive raises the error
                 self._in.send(bytes((arrival.slot,)))
         arrival.forget()
 
@@ -246,7 +251,7 @@ class TcpTransport(Transport):
                 self._poll()
 
     def _push(self) -> bool:
-        """Send as many bytes as the kernel accepts; return whether it accepted any."""
+        """Send as many bytes as the kernel accepts without blocking; return whether the kernel accepted any byte."""
         moved = False
         while self._sending:
             message = self._sending[0]
@@ -268,7 +273,7 @@ class TcpTransport(Transport):
         return moved
 
     def _place(self, message: Message) -> bool:
-        """Copy the message's payload to a free slot of the successor; return False if no slot is free."""
+        """Copy the payload to a free slot of shared memory and write the header; return False if no slot is free."""
         assert self._remote is not None
         if not self._free:
             self._read_successor()
@@ -280,7 +285,7 @@ class TcpTransport(Transport):
         return True
 
     def _pull(self) -> bool:
-        """Read the available bytes of the first expected message; return whether any bytes were available."""
+        """Receive the available bytes of the oldest unfinished message; return whether any bytes were available."""
         if not self._receiving:
             return False
         message = self._receiving[0]
@@ -318,7 +323,10 @@ class TcpTransport(Transport):
         return True
 
     def _check(self, message: Message) -> None:
-        """Raise ``CollectiveMismatch`` unless the complete header belongs to the expected message; take its slot."""
+        """Check the received header; in mode SHARED, set the message's tensor to the slot that the header names.
+
+        Raises ``CollectiveMismatch`` if the header is not the expected one.
+        """
         slot = message.read_header()
         if self._mode == _SHARED:
             assert self._local is not None
@@ -331,7 +339,7 @@ class TcpTransport(Transport):
     def _poll(self) -> None:
         assert self._out is not None
         assert self._in is not None
-        full = self._remote is not None and not self._free  # then sending must wait for a byte from the successor
+        full = self._remote is not None and not self._free  # if True, a send must wait until the successor frees a slot
         watched = select.POLLOUT if self._sending and not full else 0
         if not self._successor_left:
             watched |= _FROM_SUCCESSOR
@@ -350,14 +358,17 @@ class TcpTransport(Transport):
                 self._read_successor()
 
     def _wake_for(self, count: int) -> None:
-        """Make the kernel wake this thread only when ``count`` bytes of the predecessor have accumulated."""
+        """Make the kernel wake this thread only when ``count`` bytes from the predecessor are available."""
         assert self._in is not None
         if count != self._low_water:
             self._in.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._low_water = count
 
     def _read_successor(self) -> None:
-        """Read the successor's bytes (slots that are free again, or GOODBYE); raise ``PeerLost`` if it is lost."""
+        """Read the bytes that the successor has sent: numbers of slots that are free again, or GOODBYE.
+
+        Raises ``PeerLost`` if the successor is lost.
+        """
         if self._successor_left:
             raise self._lost("successor", None)
         assert self._out is not None
@@ -375,7 +386,7 @@ class TcpTransport(Transport):
             elif self._remote is not None and number < self._remote.count and number not in self._free:
                 self._free.append(number)
             else:
-                raise CollectiveMismatch(f"the successor in the ring returned slot {number}, which is not in use")
+                raise CollectiveMismatch(f"the successor in the ring freed slot {number}, which is not in use")
 
     def _lost(self, who: str, error: OSError | None, *, connecting: bool = False) -> Exception:
         if self._cancel_token.cancelled:
@@ -400,20 +411,20 @@ class TcpTransport(Transport):
             os.eventfd_write(self._wake, 1)
             for sock in (self._out, self._in):
                 if sock is not None:
-                    with contextlib.suppress(OSError):  # not connected (any more)
+                    with contextlib.suppress(OSError):  # the socket is not connected
                         sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         if self._in is not None and not self._cancel_token.cancelled:
-            with contextlib.suppress(OSError):  # the predecessor has closed the connection already
+            with contextlib.suppress(OSError):  # the predecessor has closed the connection first
                 self._in.send(bytes((_GOODBYE,)))
         with self._descriptors:
             self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close sockets and shared memory without a message to the neighbours.
+        """Close sockets and shared memory without a message to the neighbours; also called in a forked process.
 
-        A process forked from a worker must not keep the worker's connections open after the worker's death.
+        A process forked from the worker must not keep the worker's connections open after the worker's death.
         """
         forget(self)
         for sock in (self._out, self._in):
@@ -423,7 +434,7 @@ class TcpTransport(Transport):
             if slots is not None:
                 slots.close()
         self._local = self._remote = None
-        self._sent = lambda: None  # the callback's owner refers to this transport: a cycle would keep its memory
+        self._sent = lambda: None  # breaks a cycle: the callback's owner refers to this transport
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
