@@ -1,5 +1,6 @@
-"""All code that depends on Megatron: the only package here that imports it.
+"""All code of recover_megatron that depends on Megatron; no other package of the project imports Megatron.
 
-docs/architecture.md lists its modules in reading order, and what each wraps; docs/instep.md follows a gradient through
-them.  Importing this package does not import Megatron; its modules do.
+docs/architecture.md lists the modules of this package in reading order, with the functions of Megatron that each module
+wraps; docs/instep.md follows a gradient through the modules.  Importing the package does not import Megatron; importing
+its modules does.
 """

@@ -1,4 +1,4 @@
-"""Megatron's layout of workers and batches: pure arithmetic, no state of Megatron."""
+"""Arithmetic on Megatron's flags: ranks per replica, batch sizes, and the layout of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def inner_ranks_of(args: Any, world: int) -> int:
 def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) -> list[int]:
     """Return the sizes in samples, in order, of the global batches after ``consumed`` samples in ``iteration`` steps.
 
-    ``args`` need not be validated by Megatron.  Empty if the sizes are unknown, because Megatron
-    will refuse the arguments, or because ``consumed`` is None (unknown) and the run resumes a schedule.
+    ``args`` need not be validated by Megatron.  The list is empty if the sizes cannot be known: Megatron will refuse
+    the arguments, or the run resumes a batch size schedule and ``consumed`` is None (unknown).
     """
     schedule, fixed = getattr(args, "step_batch_size_schedule", None), getattr(args, "global_batch_size", None)
     if not schedule:
@@ -47,7 +47,7 @@ def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) 
     except ValueError:
         return []
     left, samples = (getattr(args, "train_iters", None) or inf) - iteration, getattr(args, "train_samples", None) or inf
-    if interval := getattr(args, "exit_interval", None):  # the next run may have other workers
+    if interval := getattr(args, "exit_interval", None):  # the run after the exit may have other workers
         left = min(left, interval - iteration % interval)
     found: list[int] = []
     for (_, size), following in zip(entries, [start for start, _ in entries[1:]] + [inf], strict=True):
@@ -61,7 +61,7 @@ def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) 
 
 
 def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
-    """Return why Megatron would fail with ``ranks`` data-parallel ranks at one of the batch sizes; empty if at none."""
+    """Return the reasons why Megatron cannot train ``batches`` (sizes in samples) on ``ranks`` data-parallel ranks."""
     micro, steps = getattr(args, "micro_batch_size", None), bool(getattr(args, "step_batch_size_schedule", None))
     if not micro or getattr(args, "decrease_batch_size_if_needed", False):
         return []
@@ -82,7 +82,7 @@ def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
 
 
 def _resumes(args: Any) -> bool:
-    """Return whether the run resumes, or may resume, from a checkpoint; the tracker file does not show every case."""
+    """Return whether the run may resume from a checkpoint, as far as the flags and the tracker file show."""
     load = getattr(args, "load", None)
     if not load or getattr(args, "finetune", False):
         return False
@@ -93,9 +93,9 @@ def _resumes(args: Any) -> bool:
 def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
     """Return why the run cannot roll back to its checkpoints in place, as a clause; empty if it can.
 
-    ``optimizers``: Megatron's optimizers.
+    ``optimizers``: the optimizers that Megatron has built; empty before it builds them.
     """
-    if reason := getattr(args, "no_rollback_reason", ""):  # set by another loop than Megatron-LM's
+    if reason := getattr(args, "no_rollback_reason", ""):  # a training loop other than Megatron-LM's has set it
         return str(reason)
     if args.no_save_optim:
         return "its checkpoints lack the optimizer's state (--no-save-optim)"
@@ -110,14 +110,14 @@ def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
 
 
 def spreads_optimizer(args: Any) -> bool:
-    """Return whether the optimizer's state is sharded over replicas; Megatron-FSDP usually shards inside a replica."""
+    """Return whether the optimizer's state is sharded over replicas; by default not with Megatron-FSDP."""
     if getattr(args, "use_megatron_fsdp", False):
         return bool(getattr(args, "outer_dp_sharding_strategy", "no_shard") == "optim")
     return bool(args.use_distributed_optimizer)
 
 
 def optimizer_instances(args: Any) -> int:
-    """Return how many copies of each shard of the optimizer's state Megatron itself keeps; 1 with Megatron-FSDP."""
+    """Return the number of copies that Megatron keeps of each shard of the optimizer's state; 1 with Megatron-FSDP."""
     if getattr(args, "use_megatron_fsdp", False):
         return 1
     return int(getattr(args, "num_distributed_optimizer_instances", None) or 1)

@@ -1,6 +1,6 @@
-"""Detection of the installed Megatron, wheel or checkout; and the wrapped functions of Megatron-Core (``SEAMS``).
+"""Detection of the installed Megatron (wheel or checkout), and list of Megatron-Core's wrapped functions (``SEAMS``).
 
-Functions of a training loop are wrapped by their roles: ``recover_megatron.integrate``.
+``recover_megatron.integrate`` lists the wrapped functions of the training loop.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _surviving = False
 
 
 def is_surviving() -> bool:
-    """Return whether the hooks of --recover are installed in this process, for any loop."""
+    """Return whether the hooks of --recover are installed in this process, for any training loop."""
     return _surviving
 
 
 def has_hooks() -> None:
-    """Record that the hooks are installed; afterwards ``is_surviving`` returns True."""
+    """Record that the hooks of --recover are installed: ``is_surviving`` then returns True."""
     global _surviving
     _surviving = True
 
@@ -75,9 +75,9 @@ def parse_release(version: str) -> tuple[int, int]:
 def find_megatron(*, brings_script: bool = False) -> Megatron:
     """Find the Megatron of this process and check that this package supports it.
 
-    Only reads Megatron's version file, so a refusal needs no import of torch. Raises UserError if Megatron is missing,
-    lacks ``megatron.training``, or has an unsupported version. ``brings_script``: the caller has a GPT script, so a
-    wheel without one is sufficient.
+    Megatron's version file is read, so torch need not be imported.  Raises UserError if Megatron is missing, lacks
+    ``megatron.training``, or has an unsupported version.  ``brings_script``: True if the user runs a training script,
+    so Megatron itself need not contain one.
     """
     try:
         spec = importlib.util.find_spec("megatron.core")
@@ -113,7 +113,7 @@ def find_megatron(*, brings_script: bool = False) -> Megatron:
 
 
 def read_version(package_info: Path) -> str:
-    """Return Megatron's version without importing it (importing megatron.core imports torch)."""
+    """Return Megatron's version without importing Megatron, which would import torch."""
     try:
         text = package_info.read_text(encoding="utf-8")
     except OSError:
@@ -141,7 +141,7 @@ ENTRY = {
         Seam(_PARALLEL, "initialize_model_parallel"),
     )
 }
-"""Functions wrapped so that a user's script accepts --recover, or is refused (`patched`)."""
+"""Functions that `patched` wraps, so that a user's script accepts --recover or is refused: name -> seam."""
 
 SEAMS = {
     seam.name: seam
@@ -184,7 +184,7 @@ SEAMS = {
         Seam("megatron.training.checkpointing", "check_checkpoint_args", ("checkpoint_args",), optional=True),
     )
 }  # fmt: skip
-"""Functions of Megatron-Core that are wrapped, or replaced in a distributed optimizer, with --recover."""
+"""Functions of Megatron that --recover wraps, or replaces in a distributed optimizer: name -> seam."""
 
 FSDP_SEAMS = {
     seam.name: seam
@@ -198,7 +198,7 @@ FSDP_SEAMS = {
              formerly="FullyShardedDataParallel"),
         Seam(_ADAPTER, "FullyShardedDataParallelV1.sync_rng_states_across_tp_group", ("self",),
              formerly="FullyShardedDataParallel"),
-        # Version 2, in Megatron's main branch.
+        # Functions of Megatron-FSDP version 2, which only Megatron's main branch has.
         Seam(_ADAPTER, "FullyShardedDataParallelV2.__init__", ("self", "config", "ddp_config", "module",
              "fsdp_unit_modules", "disable_bucketing", "device", "pg_collection"), optional=True),
         Seam("megatron.core.optimizer.fully_sharded_optimizer", "FullyShardedOptimizer.get_grad_stats_parallel_group",
@@ -208,11 +208,11 @@ FSDP_SEAMS = {
         Seam(f"{_FSDP2}.dbuffer", "DBuffer._get_owned_range", ("self", "tensor_index"), optional=True),
     )
 }  # fmt: skip
-"""Additional functions that are wrapped with --use-megatron-fsdp."""
+"""Functions of Megatron that --recover wraps only with --use-megatron-fsdp: name -> seam."""
 
 
 def misfits(seams: dict[str, Seam]) -> list[str]:
-    """Return a message for each of these seams that does not match this Megatron."""
+    """Return an error message for each of ``seams`` whose function or parameters the installed Megatron lacks."""
     reasons = [reason for seam in seams.values() if (reason := seam.misfit())]
     return [f"--recover: {reason} ({SUPPORTED})" for reason in reasons]
 
@@ -224,7 +224,7 @@ def wrap(name: str, wrapper: Wrapper) -> None:
 
 @contextmanager
 def replaced(owner: Any, /, **values: Any) -> Iterator[None]:
-    """Set these existing attributes of ``owner`` to ``values`` inside the context."""
+    """Context that sets existing attributes of ``owner`` to ``values`` (name -> value), and restores them."""
     originals = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,17 +1,18 @@
 """Process groups: replacements for Megatron's groups that keep working after workers were lost.
 
-torch.distributed.init_process_group     the default group  --> EpochGroup
-parallel_state.create_group              over several replicas --> EpochGroup
-                                         inside one replica    --> SwappableGroup, registered in ModelParallelGroups
-torch.distributed.new_group              handled like create_group, for other callers
-a new plan                               global ranks number the occupied slots, without gaps: rank 0 prints, the last
-                                         rank logs, ranks 0 .. n-1 write checkpoints; sizes in Megatron's arguments
-                                         stay those of the launch
-log_utils.safe_get_world_size            the launch's size: every line of the progress log belongs to one job
-a place in a replica with other workers  the groups inside that replica are rebuilt over its workers
+torch.distributed.init_process_group     creates the default group, an EpochGroup
+parallel_state.create_group              creates an EpochGroup if the group spans several replicas, otherwise a
+                                         SwappableGroup, which is registered in ModelParallelGroups
+torch.distributed.new_group              the same as create_group, for groups that other code creates
+a new plan                               renumbers global ranks over the occupied slots, without gaps: rank 0 prints,
+                                         the last rank logs, ranks 0 .. n-1 write checkpoints; sizes in Megatron's
+                                         arguments stay those of the launch
+log_utils.safe_get_world_size            returns the launch's size, so that Megatron attributes all lines of its
+                                         progress log to one job
+a place in another replica               rebuilds the groups inside that replica over its present workers
 
-A worker that builds its model while the others train (``alone``) creates no torch group: its model gets groups with
-this worker as the only member until it has a place.
+A worker that builds its model while other workers train (``alone``) creates no torch group.  Until it has a place, each
+of its groups has this worker as the only member.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from recover_megatron.workload.grid import LaunchGrid, Slot, launch_grid
 def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> None:
     """Set ``context_ranks`` in every module that stores the global ranks of its context-parallel group.
 
-    Transformer Engine's attention receives the list when the model is built, and sends keys and values by it.
+    Transformer Engine's attention gets the list when the model is built, and sends keys and values to these ranks.
     """
     for chunk in model:
         for module in chunk.modules():
@@ -56,35 +57,36 @@ def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[
 
 KNOWN = {
     ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads", "allreduce"): (
-        "the number of tokens: already that of the complete batch, from the tail of the step's sum"),
+        "the number of tokens: the step has summed it over the complete batch, in the tail bucket"),
     ("megatron.core.transformer.moe.moe_utils", "get_updated_expert_bias", "allreduce"): (
-        "the tokens of each expert: already those of the complete batch, from the same tail"),
+        "the tokens of each expert: the step has summed them over the complete batch, in the tail bucket"),
     ("megatron.core.distributed.finalize_model_grads", "_update_router_qb_beta", "allreduce"): (
-        "the quantiles of the experts' scores: already those of the complete batch, from the same tail"),
+        "the quantiles of the experts' scores: the step has computed them over the complete batch, in the tail bucket"),
     ("megatron.core.optimizer.qk_clip", "clip_qk", "allreduce"): (
-        "the largest logits of attention: already those of the complete batch, from the same tail"),
+        "the largest logits of attention: the step has computed them over the complete batch, in the tail bucket"),
     ("megatron.training.training", "train_step", "allreduce"): (
-        "the loss and its divisor: already those of the complete batch, from the same tail"),
+        "the loss and its divisor: the step has summed them over the complete batch, in the tail bucket"),
     ("megatron.bridge.training.train", "train_step", "allreduce"): (
-        "the same, in Megatron-Bridge's loop"),
+        "the loss and its divisor, in Megatron-Bridge's loop: summed in the tail bucket"),
     ("megatron.core.optimizer.optimizer", "has_grad_norm_group", "allreduce"): (
-        "whether any worker's shard of the parameters has a separate norm (over all replicas with the distributed "
-        "optimizer): only detached heads of multi-token prediction have one, and they are refused with it"),
+        "a test for parameters with a separate gradient norm, over all replicas with the distributed optimizer: only "
+        "--mtp-detach-heads creates such parameters, and --recover refuses this flag with that optimizer"),
     ("megatron.core.timers", "start", "barrier"): (
-        "before a time measurement (--timing-log-level 1 and 2): nothing is computed"),
-    ("megatron.core.timers", "stop", "barrier"): "the same, after it",
+        "barrier at the start of a time measurement (--timing-log-level 1 and 2): no result depends on it"),
+    ("megatron.core.timers", "stop", "barrier"): "barrier at the end of a time measurement: no result depends on it",
 }  # fmt: skip
 """Megatron's operations over replicas that the step replaces: (module, function, operation) -> why nothing is sent.
 
-Any other operation ends the run (``UnknownOperation``): if each replica did it alone, the replicas would diverge, or a
-value would be counted twice."""
+Any other operation in the step ends the run (``UnknownOperation``): if each replica did the operation alone, the
+replicas would diverge, or a value would be counted twice."""
 
 
 AVERAGED = (
     "megatron.training.utils.common_utils", "average_losses_across_data_parallel_group", "allreduce"
 )  # fmt: skip
-"""The operation by which a loss function (BERT's) averages one microbatch's loss over the ranks: a sum divided by the
-group's size.  `trainer` and `evaluation` compute the mean over all microbatches from each worker's own losses."""
+"""All-reduce by which some loss functions (BERT's) average the loss of one microbatch over data-parallel ranks.
+
+`trainer` and `evaluation` compute the mean over all microbatches from each worker's own losses instead.""" ""
 
 
 def is_averaged(caller: Caller) -> bool:
@@ -98,15 +100,15 @@ def is_known(caller: Caller) -> bool:
 
 
 RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOBAL_RANKS"))
-"""Names of parallel_state's lists of the global ranks of a group."""
+"""Names of the variables of parallel_state that list the global ranks of groups."""
 
 
 class Groups:
-    """Process groups of this worker.  Call ``install`` before Megatron creates any.
+    """Process groups of this worker.  Call ``install`` before Megatron creates a group.
 
-    ``slot``: this worker's slot at launch, or the slot for which it builds its model ``alone``.  ``ports``: ports
-    of the rendezvous store and the coordinators, to which this worker may still connect while Megatron creates its
-    groups.  ``device``: the worker's.  ``most``: the number of replicas to which the run may grow.
+    ``slot``: this worker's slot at launch, or the slot for which it builds its model ``alone``.  ``ports``: ports of
+    the rendezvous store and the coordinators; connections to them that open while Megatron creates its groups do not
+    belong to a group.  ``device``: this worker's device.  ``most``: the number of replicas to which the run may grow.
     """
 
     def __init__(
@@ -122,29 +124,29 @@ class Groups:
         self.inside = ModelParallelGroups(self._ports, self._device)
         self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
-        """The model chunks, empty until built: some modules store global ranks."""
+        """Model chunks of this worker, whose modules may store global ranks; empty until the model is built."""
         self._replica = -1
         self._own: list[SwappableGroup] = []
         self._mates: SwappableGroup | None = None
         self._lists: dict[str, Any] = {}
         self._profiled: list[int] = []
-        """The ranks of --profile-ranks at launch; empty: all ranks are profiled, or none."""
+        """Ranks of --profile-ranks, as numbered at launch; empty: Megatron profiles all ranks, or none."""
         self._creating = False
-        """True while Megatron creates a group: ``_create_group`` already handles its call of ``new_group``."""
+        """True while ``_create_group`` runs Megatron's ``create_group``, which calls the original ``new_group``."""
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if this Megatron's functions have unknown signatures."""
+        """Wrap Megatron's functions that create groups; raises UserError if their signatures are unknown."""
         out_of_turn.begin()
         monkeypatch.wrap("create_group", self._create_group)
         for module in (dist, dist.distributed_c10d):
             integrate.wrap(module, "new_group", ("ranks",), self._new_group, monkeypatch.SUPPORTED)
         loop.wrap("initialize", self._initialize)
-        # Megatron attributes a line of its log whose number of GPUs is not `args.world_size` to another job, and then
-        # does not find this job's start.
+        # Megatron attributes a line of its progress log with another number of GPUs than `args.world_size` to another
+        # job, and then does not find the start of the present job.
         loop.wrap("world_size", lambda original: lambda: get_args().world_size)
 
     def again(self, slot: Slot) -> None:
-        """Forget all groups: this worker will build everything again for ``slot``, without other workers."""
+        """Forget all groups, because this worker will build its model again, for ``slot`` and without other workers."""
         self._begin(slot, alone=True)
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +158,7 @@ class Groups:
                     everyone = self._world(None)
                     register_new(everyone, everyone.workers, str(kwargs["backend"]), default=True)
                 else:
-                    # It also carries messages inside a replica, for an interleaved pipeline of two stages.
+                    # An interleaved pipeline of two stages sends messages inside its replica through the default group.
                     self.inside.make(lambda: make_default(*args, **kwargs))
 
             with monkeypatch.replaced(dist, init_process_group=init_process_group):
@@ -167,7 +169,7 @@ class Groups:
                 if dist.get_backend(default) == "gloo":
                     outside.guard_by(self.inside.guard)
                 register(outside, default)
-            # Sample counts and learning rates use the launch's size, however many workers are left.
+            # Sample counts and learning rates use the launch's size, even after workers are lost.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             self._profiled = list(getattr(get_args(), "profile_ranks", None) or ())
@@ -190,7 +192,7 @@ class Groups:
 
     @property
     def grid(self) -> LaunchGrid:
-        """The launch grid; known once Megatron has created its groups."""
+        """The launch grid; known after Megatron has created its groups."""
         assert self._grid is not None
         return self._grid
 
@@ -233,7 +235,7 @@ class Groups:
         return create_group
 
     def _new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``new_group``: handle a script's groups like Megatron's; over replicas `traffic` checks their use."""
+        """Wrap ``new_group``: groups that a script creates are replaced in the same way as Megatron's groups."""
         make = self._create_group(original, "new_group")
 
         def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -266,43 +268,43 @@ class Groups:
 
     @property
     def me(self) -> Slot:
-        """The slot of this worker, or the slot for which it builds its model."""
+        """The slot that this worker occupies, or the slot for which it builds its model."""
         return self.traffic.me
 
-    # ---- the phase of the training, which decides what an operation over replicas does: see `traffic`
+    # ---- the mode of the training: `traffic` decides by it what an operation over replicas does
 
     @property
     def apart(self) -> bool:
-        """True while this worker takes no part in the training, so its operations over replicas involve only itself."""
+        """True while this worker does not take part in the training: operations over replicas involve only itself."""
         return self.traffic.mode is Mode.ALONE
 
     def leave_training(self) -> None:
-        """Leave the training until ``open``: nothing is sent to other replicas."""
+        """Leave the training until ``open`` is called: operations over replicas then send nothing."""
         self.traffic.mode = Mode.ALONE
 
     @property
     def is_open(self) -> bool:
-        """True while this worker is between two decisions of the training."""
+        """True while this worker takes part in the training, but is in no step and no section."""
         return self.traffic.mode is Mode.OPEN
 
     def open(self) -> None:
-        """Allow operations over replicas; called at the start of the training and before each step."""
+        """Allow operations over replicas.  Called at the start of the training and before each step."""
         self.traffic.mode = Mode.OPEN
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Return the context of a training step, which does the communication between replicas itself."""
+        """Return the context of a training step, in which operations of ``KNOWN`` send nothing."""
         return self.traffic.during(Mode.STEP)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Return the context of a section that, after a failed operation, runs to its end and is then repeated."""
+        """Return the context of a section that runs to its end after an operation failed, and is then repeated."""
         return self.traffic.during(Mode.DEFERRED)
 
     @contextmanager
     def in_section(self) -> Iterator[None]:
-        """Context of a section: collectives inside the replica also use groups of the epoch.
+        """Context of a section, in which groups of the epoch carry out the collectives inside the replica.
 
-        The workers of a replica learn of the epoch's end one after the other.  A worker that has learned of it goes to
-        the rendezvous, so the replica's other workers must not wait for that worker in a group of the replica.
+        The workers of a replica learn at different times that the epoch has ended.  The first worker that learns it
+        enters the rendezvous.  In a group of the epoch the other workers then fail, instead of waiting for that worker.
         """
         slots = self.grid.replicas[self._replica]
         with ExitStack() as stack:
@@ -315,15 +317,15 @@ class Groups:
             yield
 
     def regroup(self, view: View) -> None:
-        """Rebuild the groups inside the replica in which this worker now has a place, over the replica's workers.
+        """Rebuild the groups inside this worker's new replica over the present workers of that replica.
 
-        Every worker of that replica must call it.  Raises ``EpochRevoked`` and ``PeerLost``.
+        Every worker of that replica must call this method.  Raises ``EpochRevoked`` and ``PeerLost``.
         """
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, EpochGroup)
         slots = self.grid.replicas[view.replica]
         if self._mates is None:
-            # The default group's messages inside the replica need a transport: see EpochGroup.
+            # Messages of the default group inside the replica are sent through a SwappableGroup: see EpochGroup.
             everyone = range(self.grid.size)
             alone = EpochGroup(self.traffic, None, slots, "mates")
             self._mates = SwappableGroup(alone, everyone, view.position or 0, "mates", str(dist.get_backend(default)))
@@ -340,23 +342,23 @@ class Groups:
         self._replica = view.replica
 
     def left(self, manager: Manager) -> None:
-        """Release all groups after this worker has left the training; it uses none until it has a place.  Main thread.
+        """Release all groups, because this worker has left the training and has no place.  Call it in the main thread.
 
-        The epoch's groups are closed first, while the abort thread still watches this worker's exit: closing them
-        may wait for the device.
+        The epoch's groups are closed first, while the ``Leaving`` thread still runs: closing them may wait for the
+        device, and that thread terminates the process if the main thread is stuck in a call.
         """
         manager.release()
         self.inside.left()
 
     def planned(self, decision: Decision) -> None:
-        """Apply the ranks of a new plan."""
+        """Renumber the global ranks in torch and Megatron according to the new plan ``decision``."""
         ranks = {slot: at for at, slot in enumerate(decision.slots(self.grid))}
         renumber(ranks)
         for name, ranks_at_launch in self._lists.items():
             setattr(parallel_state, name, _renumbered(ranks_at_launch, ranks))
         get_args().rank = ranks[self.traffic.me]
         if self._profiled:
-            # train() creates a profiler on these ranks at its start, and checks them again in each iteration.
+            # train() creates a profiler at its start if its rank is listed, and checks the list in each iteration.
             get_args().profile_ranks = _renumbered(self._profiled, ranks)
         if get_args().context_parallel_size > 1:
             renew_rank_copies(self.model, dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
@@ -364,7 +366,7 @@ class Groups:
 
 
 def _moved(value: Any, moved: dict[Slot, Slot]) -> Any:
-    """Translate lists of global ranks to another replica; lists with slots outside the old replica do not change."""
+    """Translate lists of global ranks by ``moved`` (old slot -> new slot); lists with other slots do not change."""
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, int) for item in value) and not set(value) <= set(moved):
             return value
@@ -379,7 +381,7 @@ def _renumbered(value: Any, ranks: dict[Slot, int]) -> Any:
 
 
 def column_of(group: Any) -> tuple[Slot, ...]:
-    """Return the slots of a Megatron group, including the slots into which the run may grow."""
+    """Return the slots of a Megatron group at launch, and those that the group gets if the run grows."""
     return group.places if isinstance(group, EpochGroup) else launched_of(group)
 
 

@@ -1,12 +1,13 @@
 """Entry points for a Megatron whose scripts accept ``--recover`` (docs/integrate.md).
 
-    megatron/core/__init__.py         before_megatron()                  at its top: checks the version, sets the device
-    megatron/training/arguments.py    parse_args = parsing(parse_args)   adds our flags to Megatron's; refuses flags
-                                                                         that cannot run, before anything is started
-    megatron/training/training.py     pretrain = surviving(pretrain)     installs the hooks; the run survives deaths
+    megatron/core/__init__.py         before_megatron()                  at the top: checks the version, sets the device
+    megatron/training/arguments.py    parse_args = parsing(parse_args)   adds the flags of --recover; refuses flags that
+                                                                         cannot run, before any process group exists
+    megatron/training/training.py     pretrain = surviving(pretrain)     installs the hooks of --recover
 
-A patch inserts these lines into the files; ``as_imported`` does the same to the modules of an unpatched Megatron.  The
-checks and hooks are those of pretrain_gpt_recover.py (`program`); under that script these functions do nothing.
+A patch inserts these lines into Megatron's files; ``as_imported`` changes the modules of an unpatched Megatron in the
+same way.  pretrain_gpt_recover.py (`program`) makes the same checks and installs the same hooks itself, so under that
+script these functions do nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _begun = False
 
 
 def as_imported() -> None:
-    """Change Megatron's modules on import as a patch changes their files; patched modules are left alone."""
+    """Change Megatron's modules on import as a patch changes their files; patched modules stay unchanged."""
     wrappers: dict[str, Wrapper] = {"parse_args": parsing, "pretrain": surviving}
     inserted = [
         megatron_fixes.Fix(ENTRY[name].module, functools.partial(_insert, name, wrapper), "it accepts --recover")
@@ -93,7 +94,7 @@ def before_megatron(module: str = "megatron.core") -> None:
     if config.enabled:
         name = "initialize_model_parallel"
         guard = functools.partial(_insert, name, _only_within_pretrain)
-        megatron_fixes.watch(megatron_fixes.Fix(ENTRY[name].module, guard, "no other loop is protected"))
+        megatron_fixes.watch(megatron_fixes.Fix(ENTRY[name].module, guard, "only pretrain() is protected"))
 
 
 def _only_within_pretrain(make_groups: Callable[..., None]) -> Callable[..., None]:
@@ -107,7 +108,10 @@ def _only_within_pretrain(make_groups: Callable[..., None]) -> Callable[..., Non
 
 
 def parsing(parse_args: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    """Wrap Megatron's ``parse_args`` to parse our flags too; exits with all reasons if the flags cannot run."""
+    """Wrap Megatron's ``parse_args`` to parse the flags of --recover too, and to exit if a run with them cannot start.
+
+    Before the exit every reason is printed.
+    """
 
     @functools.wraps(parse_args)
     def parse_args_with_ours(
@@ -128,7 +132,7 @@ def parsing(parse_args: Callable[..., argparse.Namespace]) -> Callable[..., argp
 
 
 def surviving(pretrain: Callable[..., None]) -> Callable[..., None]:
-    """Wrap Megatron's ``pretrain`` to run with the hooks of --recover."""
+    """Wrap Megatron's ``pretrain`` so that it runs with the hooks of --recover."""
 
     @functools.wraps(pretrain)
     def surviving_pretrain(*given: Any, **options: Any) -> None:
@@ -157,7 +161,7 @@ def _marked(function: Any) -> Any:
 
 
 def _check_kept() -> None:
-    """Raise UserError if the command had --recover but the script's arguments no longer do."""
+    """Raise UserError if the command line has --recover, but the script has removed it from ``sys.argv``."""
     if "--recover" in sys.orig_argv and "--recover" not in sys.argv:
         raise UserError(DROPPED)
 
@@ -177,7 +181,7 @@ def _speaks() -> bool:
 
 
 def say_if_unprotected() -> None:
-    """Warn, at the end of a script with --recover, that the script did not use it."""
+    """Log a warning if a script was started with --recover and has ended without using it."""
     asked = "--recover" in sys.orig_argv and not {"-h", "--help"} & set(sys.argv)
     if asked and "recover_megatron.membership.io.session" not in sys.modules and _speaks():
         log.warning(
@@ -187,9 +191,10 @@ def say_if_unprotected() -> None:
 
 
 class _Call:
-    """The script's call of pretrain(), repeated each time this worker builds Megatron.
+    """The script's call of pretrain(), repeated each time this worker builds its model.
 
-    The script parses the flags and builds a configuration before the call: copies of both are kept.
+    The script parses the flags and builds a configuration before it calls pretrain(); copies of both are kept, since
+    pretrain() changes them.
     """
 
     def __init__(self, pretrain: Callable[..., None], bound: inspect.BoundArguments) -> None:
@@ -198,11 +203,11 @@ class _Call:
         self._rank = os.environ.get("RANK")
         from megatron.training import get_args
 
-        # One deepcopy of both, so that shared objects stay shared.  Megatron changes the originals.
+        # One deepcopy of the arguments and the configuration, so that objects in both stay shared.
         self._kept = copy.deepcopy((get_args(), bound.arguments["cfg_container"]))
 
     def arguments(self) -> argparse.Namespace:
-        """Return Megatron's arguments, for a worker that must wait before it builds anything."""
+        """Return Megatron's arguments, for a worker that waits for a place before it builds its model."""
         args: argparse.Namespace = self._kept[0]
         return args
 
@@ -213,7 +218,7 @@ class _Call:
         self._pretrain(*self._bound.args, **self._bound.kwargs)
 
     def _configure(self) -> None:
-        """Set Megatron's global arguments and the configuration for this worker's present rank."""
+        """Set Megatron's global arguments and the call's configuration for the rank in the environment."""
         from megatron.training import global_vars, training
 
         training.destroy_global_state()
@@ -224,7 +229,7 @@ class _Call:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Report a UserError as pretrain_gpt_recover.py does, and exit the process."""
+    """Context that prints the reasons of a UserError and exits the process, as pretrain_gpt_recover.py does."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,7 @@
-"""Runner of a script on an unpatched Megatron, also imported as the main module by processes that it spawns."""
+"""Runner of a training script on an unpatched Megatron.
+
+A process that the script spawns imports this module as its main module.
+"""
 
 from recover_megatron.hostdevice.script import Runner
 from recover_megatron.megatron_hooks import patched

@@ -149,7 +149,7 @@ def test_cyclic_samples_are_shuffled_by_rank_or_all_together_from_an_epochs_begi
 ) -> None:
     """In its middle 26 of the last 48 samples would be read again here, as many each way."""
     saved = resumes(monkeypatch, 0, 4, sharded=not now).args  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=f"in the middle of an epoch .48 samples. of a run {said}"):
+    with pytest.raises(UserError, match=f"in the middle of an epoch .48 samples., by a run {said}"):
         resumes(monkeypatch, 48, 4, saved, sharded=now)
     assert resumes(monkeypatch, 96, 4, saved, sharded=now).samples(96) == Shuffled(98, 2, 4, sharded=now).samples(96)
 

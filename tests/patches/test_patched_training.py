@@ -117,7 +117,7 @@ def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_
         (
             "cannot be combined with --inprocess-restart yet",
             "cannot be combined with --enable-ft-package yet",
-            "takes --te-rng-tracker only with --recover-untested",
+            "accepts --te-rng-tracker only with --recover-untested",
         ),
         strict=True,
     ):

@@ -1,1 +1,1 @@
-"""Checkpoints of a run that loses workers, and the state that workers send each other."""
+"""Checkpoints and snapshots of a run that loses workers, and the training state that workers send each other."""

@@ -1,10 +1,10 @@
 """Folders of checkpoints: each attempt is written into a separate folder, which is renamed when it is complete.
 
-    SAVE/attempt_0000008_TERM_EPOCH_DECISION/...  --all have written-->  SAVE/iter_0000008/...  --> the tracker file
+    SAVE/attempt_0000008_TERM_EPOCH_DECISION/...  --all parts written-->  SAVE/iter_0000008/...  --> the tracker file
 
-If a worker is lost, the attempt ends and the survivors begin another attempt.  An evicted worker may still write, even
-hours later when its host wakes up, to open files or by name; that affects only the attempt that has ended.  Attempts
-are never loaded, because Megatron follows the tracker file to ``iter_``.  The next attempt removes leftover attempts.
+If a worker is lost, the attempt ends and the survivors begin another attempt in another folder.  An evicted worker may
+write even hours later, when its host wakes up, but only into the folder of the attempt that has ended.  Attempts are
+never loaded, because the tracker file names an ``iter_`` folder.  The next attempt removes folders of ended attempts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 _NAME = re.compile(r"attempt_(\d{7,})_([0-9a-f]+)_(\d+)_(\d+)(\.replaced)?")
 
 _NO_RENAMING = (errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EMFILE, errno.ENFILE)
-"""Errors of file systems that cannot rename a folder, or not a folder with this many files; the files are copied."""
+"""Error numbers of file systems that cannot rename a folder, or a folder with many files; the files are then copied."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Attempt:
 
 
 def publish(folder: str, final: str) -> None:
-    """Rename a complete attempt to ``final``, replacing an earlier checkpoint.
+    """Rename the ``folder`` of a complete attempt to ``final``, replacing an earlier checkpoint.
 
-    A second or late call changes nothing, because the folder of the attempt no longer exists.
+    If another worker has already renamed ``folder``, the call changes nothing.
     """
     try:
         _move(folder, final)
@@ -63,7 +63,7 @@ def publish(folder: str, final: str) -> None:
     _move(final, replaced)
     try:
         _move(folder, final)
-    except FileNotFoundError:  # another worker has published the attempt, before or after the rename above
+    except FileNotFoundError:  # another worker has renamed ``folder``, before or after the rename of ``final`` above
         if not os.path.isdir(final):
             _move(replaced, final)
             return
@@ -71,7 +71,7 @@ def publish(folder: str, final: str) -> None:
 
 
 def clean(parent: str, attempt: Attempt, keep: Collection[Attempt]) -> None:
-    """Remove the folders of earlier attempts in ``parent``, except the attempts ``keep``."""
+    """Remove the folders in ``parent`` of attempts before ``attempt``, except the attempts ``keep``."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(parent)):
             if found := _NAME.fullmatch(name):
@@ -87,7 +87,7 @@ def _move(folder: str, final: str) -> None:
     except OSError as error:
         if error.errno not in _NO_RENAMING:
             raise
-        if not os.path.isdir(folder):  # not every file system checks this first
+        if not os.path.isdir(folder):  # some file systems report another error for a missing folder
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
         discard(final)
         shutil.copytree(folder, final, dirs_exist_ok=True)
@@ -95,7 +95,7 @@ def _move(folder: str, final: str) -> None:
 
 
 def discard(path: str) -> None:
-    """Remove ``path`` as far as possible; the next attempt removes files that an evicted worker is still writing."""
+    """Remove ``path`` and ignore errors: an evicted worker may write a file into it, which the next attempt removes."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(OSError):
             os.unlink(path)

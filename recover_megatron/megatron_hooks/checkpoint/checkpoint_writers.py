@@ -1,16 +1,18 @@
-"""Failures of checkpoint writers: no worker waits forever, and all learn which worker's part is missing, and why.
+"""Failures of checkpoint writers: no worker waits forever, and all workers learn which part is missing, and why.
 
-Each worker has a process that writes asynchronous checkpoints.  In three cases Megatron would wait forever for it:
+Each worker has a writer process for asynchronous checkpoints.  In three cases Megatron would wait forever for this
+process:
 
-it has died     The OOM killer has killed it, or a part could not be written (Megatron reports only an error in the part
-                that is written without a thread).  The waiting worker then gets ``WriterDied``
-it is stopped   A debugger or a SIGSTOP has stopped it, or has stopped the manager process, which keeps the results
-                until they are fetched.  After the hang timeout the worker gets ``WriterStopped``
-nothing to do   If a worker has no part in a checkpoint, Megatron gives the process no work, but waits for it if it has
-                written for an earlier checkpoint.  With --recover that happens, because the workers that write change
-                with the number of replicas.  The process then gets a request that completes at once
+dead            The OOM killer has killed the writer, or a part could not be written (Megatron reports only an error in
+                the part that is written without a thread).  The waiting worker then gets ``WriterDied``
+stopped         A debugger or a SIGSTOP has stopped the writer or its manager process, which keeps the results until
+                the worker fetches them.  After the hang timeout the worker gets ``WriterStopped``
+without work    If a worker has no part in a checkpoint, Megatron gives its writer no work, but waits for the writer if
+                it has written an earlier checkpoint.  This happens with --recover, because the set of workers that
+                write depends on the number of replicas.  The writer then gets a request to do nothing
 
-The results of every checkpoint pass through a manager process.  A dead manager, or one without its socket, is replaced.
+The results of every checkpoint pass through the manager process.  A manager that is dead or has lost its socket file is
+replaced.
 """
 
 from __future__ import annotations
@@ -45,26 +47,26 @@ POLL_SECONDS = 0.05
 
 
 class WriterDied(Exception):
-    """The process that writes this worker's checkpoints has exited after an exception, which it has logged."""
+    """Exit of this worker's writer process.  If an exception ended the process, it has logged the exception."""
 
 
 class WriterKilled(WriterDied):
-    """The process that writes checkpoints was killed by a signal, which counts as a fault of this worker's host."""
+    """Death by a signal of this worker's writer process or its manager, which counts as a fault of the host."""
 
 
 class WriterStopped(WriterKilled):
-    """The process that writes checkpoints, or its manager, has been stopped for longer than the hang timeout."""
+    """Stop (SIGSTOP) of this worker's writer process or its manager for longer than the hang timeout."""
 
 
 class Watch:
-    """Detects processes of this worker that have been stopped for more than ``seconds``."""
+    """Detects processes of this worker that have been stopped (SIGSTOP) for more than ``seconds``."""
 
     def __init__(self) -> None:
         self.seconds = math.inf
         self._since: dict[int, float] = {}
 
     def running(self, *processes: Any) -> bool:
-        """Return whether these processes and the manager run.  Raises ``WriterStopped`` if one is stopped too long."""
+        """Return False if the manager or one of ``processes`` is stopped; raise ``WriterStopped`` after ``seconds``."""
         now = time.monotonic()
         stopped = [each.pid for each in (*processes, manager()) if each is not None and is_stopped(each.pid)]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
@@ -76,7 +78,7 @@ class Watch:
         return not stopped
 
     def wait(self) -> None:
-        """Wait until the manager can be queried for results.  Raises ``WriterStopped``."""
+        """Wait while the manager process is stopped.  Raises ``WriterStopped`` after ``seconds``."""
         while not self.running():
             time.sleep(POLL_SECONDS)
 
@@ -85,13 +87,13 @@ watch = Watch()
 
 
 def manager() -> Any:
-    """Return the manager process, which keeps the results of writers until they are fetched; None if there is none."""
+    """Return the manager process, which keeps a writer's results until the worker fetches them; None: there is none."""
     queue = filesystem_async._results_queue
     return None if queue is None else queue._manager._process
 
 
 def without_a_lost_manager() -> None:
-    """Forget the manager if it is dead or stays stopped, so that the next checkpoint starts another manager."""
+    """Forget a manager that is dead, or kill one that stays stopped, so that the next checkpoint starts another."""
     process = manager()
     try:
         watch.wait()
@@ -107,10 +109,10 @@ def _forget_dead_manager() -> None:
 
 
 def without_lost_sockets() -> None:
-    """Replace listeners whose socket file was removed from TMPDIR.  Call it while no checkpoint is pending.
+    """Replace multiprocessing's listeners whose socket files were removed from TMPDIR, between two checkpoints.
 
-    Python does not notice the removal, and the writing process would fail when it connects.  If a listener cannot be
-    replaced, a warning is logged, and the next checkpoint reports the error.
+    Python does not notice the removal, so the writer process would fail to connect in the next checkpoint.  If a
+    listener cannot be replaced, a warning is logged, and the next checkpoint reports the error.
     """
     sharer, keeper = resource_sharer._resource_sharer, manager()  # type: ignore[attr-defined]
     of_keeper = None if keeper is None else filesystem_async._results_queue._manager.address
@@ -123,15 +125,15 @@ def without_lost_sockets() -> None:
     try:
         os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
         if os.stat(folder).st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "another user has created this folder meanwhile", folder)
+            raise PermissionError(errno.EPERM, "the folder belongs to another user", folder)
         if sharer._address in lost:
-            # Python removes it at exit.
+            # An empty file in place of the socket, because Python removes this path at exit.
             os.close(os.open(sharer._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     except OSError as error:
         log.warning(f"cannot replace socket files in TMPDIR, so the next checkpoint may fail: {error}")
         return
     if sharer._address in lost:
-        # The sharer's thread keeps the old listener forever, because no connection can reach the thread to stop it.
+        # The thread of the old listener stays, because only a connection to the lost socket file could stop it.
         sharer._listener = sharer._address = sharer._thread = None
     if of_keeper in lost:
         keeper.kill()
@@ -140,7 +142,7 @@ def without_lost_sockets() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether process ``pid`` is stopped until a SIGCONT."""
+    """Return whether process ``pid`` is stopped by a signal or a debugger; False if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -159,7 +161,7 @@ def install(parts: Parts) -> None:
 
 
 def nothing() -> None:
-    """Do nothing: the request of a writer whose worker has no part in a checkpoint."""
+    """Do nothing: the task of a writer process whose worker has no part in a checkpoint."""
 
 
 def _schedule(original: Callable[..., None]) -> Callable[..., None]:
@@ -170,7 +172,7 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
             self.process = self._get_process(dist.get_rank())
         if not self.process.is_alive():
             raise _died(self.process)
-        # An instance attribute shadows the class attribute during the wait.
+        # The original waits in this queue's join(): an instance attribute shadows the class's queue during the call.
         self._persistent_preload_q = _Preloading(self._persistent_preload_q, self.process)
         try:
             original(self, async_req)
@@ -182,7 +184,7 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
 
 def _is_done(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_current_async_call_done(self: Any, blocking: bool = False, no_dist: bool = False) -> bool:
-        # Wait here: the original does not wait once ``cur_item`` is set, so it cannot wait forever for a dead process.
+        # The original would wait forever for a dead process; it does not wait if ``cur_item`` is set here.
         while self.process and self.cur_item is None:
             watch.running(self.process)
             alive = self.process.is_alive()  # read before the queue: the process may report its result and then exit
@@ -224,7 +226,7 @@ def _died(process: Any) -> WriterDied:
 
 
 class _Preloading:
-    """Stand-in for the queue through which the process reports that it has copied the tensors."""
+    """Stand-in for the queue through which the writer process reports that it has copied a checkpoint's tensors."""
 
     def __init__(self, queue: Any, process: Any) -> None:
         self._queue, self._process = queue, process
@@ -233,7 +235,7 @@ class _Preloading:
         self._queue.put(item)
 
     def join(self) -> None:
-        """Wait until the process has copied the tensors.  Raises ``WriterDied`` if the process ends first."""
+        """Wait until the writer process has copied the tensors.  Raises ``WriterDied`` if the process exits first."""
         thread = threading.Thread(target=self._queue.join, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -245,7 +247,10 @@ class _Preloading:
 
 
 def wait(caller: Any) -> None:
-    """Wait, without communication, until ``caller`` has finished its first request or its process is dead."""
+    """Wait, without communication, until the writer process of ``caller`` has finished its first request or is dead.
+
+    ``caller``: Megatron's ``PersistentAsyncCaller``.
+    """
     try:
         caller.is_current_async_call_done(True, True)
     except WriterDied as error:
@@ -254,11 +259,11 @@ def wait(caller: Any) -> None:
 
 
 _WORKER_FAILURE = "Worker failure: "
-"""Prefix of a writer's message in the text of Megatron's error."""
+"""Text in Megatron's error that precedes the error of a writer."""
 
 
 class PartFailed(Exception):
-    """A part of a checkpoint cannot be written.  ``own``: the fault is this worker's; other workers can write."""
+    """A part of a checkpoint cannot be written.  ``own``: True if only this worker failed, and others could write."""
 
     def __init__(self, message: str, *, own: bool) -> None:
         super().__init__(message)
@@ -266,16 +271,16 @@ class PartFailed(Exception):
 
 
 class Parts:
-    """Exchange of errors in the parts of checkpoints, on one worker.
+    """Exchange of errors in the parts of a checkpoint, on one worker.
 
-    If a part cannot be written, Megatron reports to all workers only that some part is missing.  The planning worker
-    learns which worker failed, and no worker learns why.  Here all workers learn both.  If some workers have written
-    their parts, the failed workers exit, and the rest write the checkpoint again without the failed workers.
+    If a part cannot be written, Megatron reports to all workers only that some part is missing.  Only the planning
+    worker learns which worker failed, and no worker learns the error.  With ``told`` all workers learn both.  If some
+    workers have written their parts, the failed workers exit, and the other workers write the checkpoint again.
     """
 
     def __init__(self) -> None:
         self._idle = False
-        """True if this worker's last part was empty, so that it is unknown whether this worker can write."""
+        """True if this worker had nothing to write in the last checkpoint, so it is unknown whether it can write."""
 
     def noting_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def retrieve_write_results(self_: Any) -> Any:
@@ -288,9 +293,10 @@ class Parts:
 
     @contextmanager
     def told(self, manager: Manager) -> Iterator[None]:
-        """Context in which a failed part raises ``PartFailed`` on workers that must exit, ``EpochRevoked`` on the rest.
+        """Context in which a failed part raises ``PartFailed`` on the workers that failed, and makes them exit.
 
-        All workers of the epoch must enter this context.
+        The other workers wait for these exits, which raise ``EpochRevoked`` there.  If no worker could write, all
+        workers raise ``PartFailed``.  All workers of the epoch must enter the context.
         """
         self._idle = False
         try:
@@ -312,12 +318,12 @@ class Parts:
 
 
 def forget_variables(error: BaseException) -> None:
-    """Clear the local variables in the tracebacks of ``error`` and of its causes.
+    """Clear the local variables in the tracebacks of ``error`` and of its causes, to avoid a crash of CPython.
 
     If a part could not be written, one variable is a view of a BytesIO (``data.getbuffer()`` in ``_write_item`` of
     torch's distributed/checkpoint/filesystem.py) in a reference cycle with the error.  CPython 3.12.1 crashes with
-    SIGSEGV when it collects such a cycle (``bytesiobuf_releasebuffer`` in Modules/_io/bytesio.c, gh-111049; fixed in
-    3.13.0), also in Megatron and in torch's checkpoints without this package.
+    SIGSEGV when it collects this cycle (gh-111049 in ``bytesiobuf_releasebuffer``; fixed in 3.13.0).  Stock Megatron
+    and torch's own checkpoints crash, too.
     """
     at: BaseException | None = error
     while at is not None:
@@ -334,22 +340,22 @@ def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
-    """Write as ``save`` does, but report the original error; Megatron reports only its type, or the process exits.
+    """Run ``save``, and put the text of the first write error into ``results``.
 
-    May run in a separate process.
+    Megatron itself would report only the error's type, or the process would exit.  May run in the writer process.
     """
     write_one, met = FileSystemWriterAsync.write_preloaded_data, list[str]()
 
     def look(written: Any, file: str) -> None:
         if isinstance(error := written[1], Exception):
             forget_variables(error)
-            while before := error.__cause__ or error.__context__:  # torch's archive fails again when it is closed
+            while before := error.__cause__ or error.__context__:  # the first error of the chain
                 error = before
             met.append(f"{signature(error)} (in {file})")
 
     def write_and_look(*args: Any, results_queue: Any, **kwargs: Any) -> Any:
         file = kwargs["write_bucket"][0]
-        if results_queue is not None:  # in a thread: note the error before the queue's reader continues
+        if results_queue is not None:  # in a thread: record the error before the reader of results continues
             return write_one(*args, results_queue=_Looking(results_queue, partial(look, file=file)), **kwargs)
         written = write_one(*args, results_queue=None, **kwargs)
         look(written, file)
@@ -367,7 +373,7 @@ def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> N
 
 
 class _Looking:
-    """A queue that passes each item to ``look`` before it is put."""
+    """Queue that calls ``look`` with each item before it puts the item into ``queue``."""
 
     def __init__(self, queue: Any, look: Callable[[Any], None]) -> None:
         self._queue, self._look = queue, look

@@ -1,14 +1,14 @@
-"""Checkpoints of a changing set of workers: if a worker is lost, the survivors save from the start again.
+"""Checkpoints of a changing set of workers: if a worker is lost, the survivors start the checkpoint again.
 
-save_checkpoint()              runs as a section; an asynchronous checkpoint is pending when it returns
-maybe_finalize_async_save()    runs as a section if a checkpoint is pending.  All workers abandon the checkpoint if a
-                               worker that writes it is lost, or if the workers disagree about it; they save it again
-                               if no step was made since
+save_checkpoint()              runs as a section; an asynchronous checkpoint is pending when this function returns
+maybe_finalize_async_save()    runs as a section if a checkpoint is pending.  All workers abandon the checkpoint if one
+                               of its writers is lost, or if the workers have different pending checkpoints; then they
+                               save it again, unless another step has changed the state
 
 Each run of the section writes into a separate folder (`attempts`), through wrapped functions of Megatron:
 
-get_checkpoint_name()               returns the attempt's folder instead of ``iter_``
-get_checkpoint_tracker_filename()   called by rank 0 when all workers have written: renames the folder first
+get_checkpoint_name()               returns the attempt's folder instead of the ``iter_`` folder
+get_checkpoint_tracker_filename()   is called by rank 0 when all workers have written, and renames the folder first
 schedule_async_save()               adds a finalize function that renames the folder before the tracker file is written
 """
 
@@ -54,16 +54,16 @@ _WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
-"""Names of modules that have a queue with the results of checkpoint writers."""
+"""Names of modules, perhaps not loaded, that have a queue for the results of checkpoint writers."""
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-"""Saved arguments of Megatron that change in a skipped iteration or an evaluation."""
+"""Arguments of Megatron that a checkpoint contains, and that a skipped iteration or an evaluation changes."""
 _LOST = object()
-"""Result of a section that abandoned the pending checkpoint, while the state is still the one that it saved."""
+"""Result of a section that abandoned the last checkpoint before the state changed: the state must be saved again."""
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A pending checkpoint, whose asynchronous call is not finalized."""
+    """A pending checkpoint: an asynchronous save that Megatron has not finalized."""
 
     attempt: Attempt
     folders: dict[str, str]
@@ -71,14 +71,14 @@ class UnderWay:
     writers: list[int]
     """Ids of the workers that write the checkpoint."""
     source: str
-    """Name of the argument that gives the checkpoint's folder, as in ``instep.decision.Checkpoint``."""
+    """Source of the checkpoint's folder, ``save`` or ``non_persistent``, as in ``instep.decision.Checkpoint``."""
 
 
 class Checkpoints:
     """The checkpoints of one worker.
 
-    ``trained``: returns the parts of the trained model, or None.  ``manager``: returns None until the training begins;
-    until then a checkpoint is saved by Megatron alone.
+    ``trained``: returns the parts of the trained model, or None.  ``manager``: returns the manager, or None until the
+    training begins; until then Megatron saves checkpoints without this class.
     """
 
     def __init__(
@@ -95,26 +95,26 @@ class Checkpoints:
         self._parts = Parts()
         self._attempt: Attempt | None = None
         self._folders: dict[str, str] = {}
-        """Folder of the present attempt -> final folder."""
+        """Folder of the present attempt -> final folder, to which it is renamed."""
         self._under_way: list[UnderWay] = []
         """The pending checkpoints, oldest first."""
         self._settled = 0
         """The last epoch in which the workers compared their pending checkpoints."""
         self._lost = False
-        """True if the last asynchronous checkpoint was abandoned."""
+        """True if any worker has abandoned the last asynchronous checkpoint."""
         self._again: tuple[int, Callable[[], Any]] | None = None
-        """The last iteration that was saved asynchronously, and a function that saves it again; None: there is none."""
+        """(last iteration that was saved asynchronously, function that saves it again); None: no such iteration."""
         self._source = "save"
-        """Name of the argument that gives the checkpoint's folder in the present attempt."""
+        """Source of the folder in the present attempt: ``save`` or ``non_persistent``."""
         self.complete: Sequence[Checkpoint] = ()
-        """The newest complete checkpoints of this run."""
+        """The newest complete checkpoints of this run, as (iteration, source of the folder)."""
         self.unreadable: set[int] = set()
         """Iterations of checkpoints that this worker could not load."""
         self._notifications: list[Callable[[], Any]] = []
-        """Calls that report a folder's final name; they are made after the section, when the folder has this name."""
+        """Postponed calls of Megatron's success report, made after the section, when folders have their final names."""
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if the loop's functions have unknown signatures."""
+        """Wrap the loop's functions that save checkpoints; raises UserError if their signatures are unknown."""
         loop.wrap("save", self._save)
         loop.wrap("finalize_saves", self._finalize)
         loop.wrap("checkpoint_folder", self._name)
@@ -135,7 +135,7 @@ class Checkpoints:
             def run() -> Any:
                 nonlocal begun
                 manager.inject("checkpoint")
-                if begun:  # leftovers of the last attempt must not count as parts of this one
+                if begun:  # parts that the last attempt wrote must not count as parts of this attempt
                     self._abandon(manager)
                 self._settle(manager)
                 if not self._under_way:
@@ -146,7 +146,7 @@ class Checkpoints:
                 self._folders = {}
                 self._notifications.clear()
                 try:
-                    # After a loss other workers write the lost workers' parts, so each save is planned again.
+                    # After a loss other workers write the lost workers' parts, so Megatron must plan each save again.
                     replan = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
                     with self._groups.in_section(), replan, self._parts.told(manager):
                         result = original(iteration, *args, **kwargs)
@@ -177,7 +177,7 @@ class Checkpoints:
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
             manager = self._manager()
-            # All workers get the same answer: workers that ran the last section together have the same pending
+            # All workers take the same branch here: workers that ran the last section together have the same pending
             # checkpoints, and no checkpoint is pending at a boundary at which workers join.
             if manager is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
@@ -198,7 +198,7 @@ class Checkpoints:
                         written.append((finalized.attempt.iteration, finalized.source))
                     return result
                 except BaseException as error:  # torch's CheckpointException does not derive from Exception
-                    # Megatron removes a call that has been written from its queue before it finalizes the call.
+                    # Megatron removes a save from its queue when the save is written, and finalizes it afterwards.
                     at = len(self._under_way) - _calls() - (not isinstance(error, checkpoint_writers.WriterDied))
                     failed = [finalized] if finalized else self._under_way[max(at, 0) :]
                     which = f"of iteration {failed[0].attempt.iteration}" if failed else "being written"
@@ -217,11 +217,11 @@ class Checkpoints:
         return maybe_finalize_async_save
 
     def _settle(self, manager: Manager) -> None:
-        """Abandon the pending checkpoints on all workers, if the workers have different ones.
+        """Abandon all workers' pending checkpoints if these differ between workers, or lack a lost worker's part.
 
-        All workers call it at the start of a section.  Within an epoch their pending checkpoints are the same.  If the
-        epoch ends in the middle of a section, only some workers may have finalized a checkpoint, or abandoned it for a
-        new attempt; and the part of a lost worker may be incomplete.  Raises ``EpochRevoked``.
+        All workers call this method at the start of a section; it does its work in the first section of an epoch.  If
+        the last epoch ended in the middle of a section, only some workers may have finalized or abandoned a
+        checkpoint.  Raises ``EpochRevoked``.
         """
         view = manager.view
         if view.epoch == self._settled:
@@ -232,11 +232,11 @@ class Checkpoints:
         self._settled, self._lost = view.epoch, bool(lost) or not same_for_all
         if not same_for_all:
             self._abandon(manager)
-            # The next attempt removes the abandoned folders: wait until no worker's writer uses them.
+            # The next attempt removes the abandoned folders, so wait until no writer of any worker uses them.
             view.groups.any(False, tuple(sorted(view.live)))
 
     def _fingerprint(self, workers: list[int]) -> float:
-        """Return a hash of the pending checkpoints; 0: none is pending; -1: the checkpoints cannot be completed."""
+        """Return a hash of the pending checkpoints; 0: none is pending; -1: a lost worker's part is missing."""
         if len(self._under_way) != _calls() or any(each.writers != workers for each in self._under_way):
             return -1.0
         return 1.0 + zlib.crc32(repr([each.attempt for each in self._under_way]).encode()) if self._under_way else 0.0
@@ -255,7 +255,7 @@ class Checkpoints:
             name = original(checkpoints_path, iteration, release, *args, **kwargs)
             attempt = self._attempt
             if attempt is None or iteration != attempt.iteration or "://" in str(checkpoints_path):
-                return name  # an object store has no folders to rename, and no half-written files
+                return name  # no attempt, or an object store, which has no folders and no half-written files
             final = original(checkpoints_path, iteration, release, return_base_dir=True)
             folder = attempt.folder(final)
             if folder not in self._folders:
@@ -296,10 +296,11 @@ class Checkpoints:
         return schedule_async_save
 
     def _publish(self, manager: Manager, folders: dict[str, str]) -> None:
-        """Rename the folders to their final names, after all workers have written.
+        """Rename ``folders`` (folder of the attempt -> final folder), after all workers have written.
 
-        Rank 0 renames them; another worker renames a folder that still exists, for hosts with separate disks.  First
-        checks that this worker, which may have been stopped, was not evicted: the tracker file is written next.
+        Rank 0 renames its folders.  Another worker renames a folder that it still sees, since hosts may have separate
+        disks.  The tracker file is written next, so this method first checks that this worker, which may have been
+        stopped, was not evicted.
         """
         manager.wait_in_touch()
         for folder, final in folders.items():
@@ -328,7 +329,10 @@ class Checkpoints:
     # ---- failures
 
     def _explain(self, error: BaseException, what: str) -> None:
-        """Raise ``CheckpointFailed``, which ends this worker; return if an exit or a lost worker caused ``error``."""
+        """Raise ``CheckpointFailed``, so that this worker exits; return if an exit or a lost worker caused ``error``.
+
+        ``what``: the checkpoint that failed, for the message.
+        """
         if isinstance(error, (MembershipError, InStepError, SystemExit, KeyboardInterrupt)) or is_communication(error):
             return
         save = get_args().save
@@ -342,7 +346,7 @@ class Checkpoints:
         ) from error
 
     def _abandon(self, manager: Manager) -> None:
-        """Abandon the pending checkpoints.  The tracker file still names the checkpoint before them."""
+        """Abandon this worker's pending checkpoints; the tracker file still names the last complete checkpoint."""
         if number := self._forget_calls():
             manager.log("checkpoint abandoned", number=number)
 
@@ -351,14 +355,14 @@ class Checkpoints:
         self.complete = [one for one in self.complete if one[0] <= iteration]
 
     def forget(self) -> None:
-        """Forget pending checkpoints and the saved model: this worker has left the training."""
+        """Forget pending checkpoints and the model that they would save, because this worker has left the training."""
         self._forget_calls()
         self._again, self._lost = None, False
 
     def _forget_calls(self) -> int:
         """Wait, without communication, for this worker's pending writes, forget them, and return their number."""
         calls = _calls()
-        number = max(calls, len(self._under_way))  # if calls are fewer, the workers could not finalize together
+        number = max(calls, len(self._under_way))  # calls are fewer if the workers could not finalize together
         self._under_way.clear()
         pending = _queue().async_calls if calls else None
         while pending:
@@ -368,7 +372,7 @@ class Checkpoints:
 
 
 def _reason(error: BaseException, save: str) -> tuple[str, bool]:
-    """Return why there is no checkpoint in ``save``, and whether only this worker has failed."""
+    """Return (why a checkpoint could not be written to ``save``, True if only this worker has failed)."""
     if isinstance(error, PartFailed):
         why, own = str(error), error.own
     else:
@@ -390,7 +394,7 @@ def _with_counters(counters: dict[str, Any], run: Callable[[], Any]) -> Any:
 
 
 def _queue() -> Any:
-    """Return Megatron's queue of asynchronous calls, created if missing."""
+    """Return Megatron's queue of asynchronous saves; newer versions create it at the first call."""
     make = getattr(async_utils, "_get_async_calls_queue", None)
     return async_utils._async_calls_queue if make is None else make()
 
@@ -401,7 +405,7 @@ def _calls() -> int:
 
 
 def _forget_results() -> None:
-    """Drop the results of abandoned writes, which the next checkpoint would otherwise count as its own."""
+    """Drop the writers' results of abandoned checkpoints, which would otherwise count for the next checkpoint."""
     checkpoint_writers.without_a_lost_manager()
     for name in _WRITERS:
         results = getattr(sys.modules.get(name), "_results_queue", None)

@@ -1,16 +1,17 @@
 """Memory tier: snapshots of the state, kept in host memory of workers in other failure domains.
 
-    boundary   every K iterations, and when the workers that keep copies change, all run the section "snapshot":
-                   if all workers have their parts of the last snapshot, it is complete; K is computed from its cost
-                   the step continues; meanwhile `instep.state.snapshots` copies the state to the host and sends it
-    update     each worker waits until its state is copied
+    boundary   every K iterations, and when the workers that keep copies change, all workers run the section "snapshot":
+                   if all workers have received their parts of the last snapshot, that snapshot is complete, and K is
+                   computed from its cost.  Then a snapshot begins: during the step `instep.state.snapshots` copies the
+                   state to the host and sends it
+    update     before it changes its state, each worker waits until the state is copied
     rollback   if the plan names a snapshot, each worker loads the snapshot of its position (`rejoin`)
 
 The plan assigns the copies (``Decision.copies``, by ``workload.snapshots``), so no further agreement is needed.
 
-With a distributed optimizer each worker sends, as a separate part, the pieces of the optimizer's state of which it is
-the first live holder (``pieces``).  In a rollback each worker needs its shard and its shadows in the present layout: it
-fetches the parts that contain these elements in the layout of the snapshot, and copies the elements (``restored``).
+With a distributed optimizer each worker also sends, as a separate part, the pieces of the optimizer's state of which it
+is the first live holder (``pieces``).  In a rollback each worker needs its shard and its shadows in the present layout.
+It fetches the parts that contain these elements and copies the elements (``restored``).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SNAPSHOT_SECONDS = 600.0
 
 @dataclass(eq=False)
 class MemoryTier:
-    """Part of a worker in taking and loading snapshots, for its present model.  Called by the worker's main thread."""
+    """Takes and loads the snapshots of one worker's present model.  Called by the worker's main thread."""
 
     _manager: Manager
     _state: TrainingState
@@ -60,21 +61,21 @@ class MemoryTier:
     wanted: bool
     """True unless the user has turned the memory tier off."""
     every: int
-    """Number of iterations between snapshots, set by the user; 0: computed from the cost of snapshots."""
+    """Number of iterations between snapshots that the user has set; 0: the interval is computed from their cost."""
     _taken: int = field(default=0, init=False)
-    """The last epoch in which a snapshot was due."""
+    """The last epoch in which this worker began a snapshot, or found that a host lacked the memory; 0: none."""
     _short: bool = field(default=False, init=False)
-    """True if a host lacked the memory for a snapshot in epoch ``_taken``."""
+    """True if any host lacked the memory for a snapshot in epoch ``_taken``; that epoch then has no snapshots."""
     _last: tuple[float, int] | None = field(default=None, init=False)
-    """``time.monotonic()`` at the end of the last section, and the iteration before it; None: there was no section."""
+    """(``time.monotonic()`` at the end of the last snapshot section, iteration before it); None: no such section."""
     _met: float = field(default=0.0, init=False)
-    """``time.monotonic()`` when all workers had entered the last section."""
+    """``time.monotonic()`` when all workers had entered the last snapshot section."""
     _cost: float = field(default=0.0, init=False)
-    """Seconds that the training has waited for the snapshot since ``_met``."""
+    """Seconds that this worker's training has waited for the last snapshot, since ``_met``."""
     _size: int = field(default=0, init=False)
-    """Bytes of the largest part at the last check of the memory; 0: not checked yet."""
+    """Bytes of a snapshot's largest part, computed at the last check of the hosts' memory; 0: not checked yet."""
     _logged: bool = field(default=False, init=False)
-    """True once this worker has checked the tier's use of memory, or has found that the tier is off."""
+    """True after this worker has checked the hosts' memory for snapshots, or has found that the tier is off."""
 
     def at_boundary(self) -> None:
         """Take a snapshot if one is due before the next step."""
@@ -86,7 +87,7 @@ class MemoryTier:
             self._cost = time.monotonic() - self._met
 
     def _due(self, decision: Decision) -> bool:
-        """Return whether a snapshot is due.  All workers get the same answer, even if some are one epoch ahead."""
+        """Return whether a snapshot is due; all workers get the same answer, even if some are in the next epoch."""
         view, version = self._manager.view, self._state.version
         if view.joining_next:
             return False
@@ -100,7 +101,10 @@ class MemoryTier:
     # ---- taking a snapshot
 
     def _take(self) -> None:
-        """Run the section ``snapshot``.  All workers run it; after a loss the survivors repeat it from the start."""
+        """Complete the last snapshot and begin a new one, as the body of the section ``snapshot``.
+
+        All workers run this section; after a loss the survivors repeat it from the start.
+        """
         view, version = self._manager.view, self._state.version
         decision, groups, store = view.decision, view.groups, view.snapshots
         assert version is not None
@@ -117,7 +121,8 @@ class MemoryTier:
             if not self.every and each > 0:
                 store.interval = interval(cost, behind, each, _nodes(decision))
         if decision.copies and not (decision.leaving and self._sharded is not None):
-            # A leaving worker has shards but no part: no snapshot until the next boundary has repartitioned the shards.
+            # A leaving worker still has shards, but the plan gives it no part.  Its shards move to other workers at the
+            # next boundary; until then no snapshot is taken.
             own, others = self._own(decision), self._others(decision)
             if decision.epoch != self._taken:
                 self._short = self._too_large(decision, own)
@@ -128,7 +133,7 @@ class MemoryTier:
         self._last = time.monotonic(), version
 
     def _own(self, decision: Decision) -> dict[int, Any]:
-        """Return this worker's own parts: its shards, and its position's state if this worker keeps a copy of it."""
+        """Return part -> tree: this worker's shards, and its position's state if this worker keeps a copy of that."""
         me, position = self._manager.view.worker, self._manager.view.position
         assert position is not None
         found: dict[int, Any] = {}
@@ -140,13 +145,13 @@ class MemoryTier:
         return dict(sorted(found.items()))
 
     def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
-        """Return part -> (sending worker, its peer store), for the parts that this worker keeps for other workers."""
+        """Return part -> (sending worker, address of its peer store), for the parts that other workers send here."""
         me, position = self._manager.view.worker, self._manager.view.position
         kept = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
         return {part: (giver, decision.peer_stores[giver]) for part, giver in kept.items()}
 
     def before_update(self) -> None:
-        """Wait until the state is copied, before the update changes it."""
+        """Wait until the state is copied for the snapshot.  Called before the optimizer's update changes the state."""
         began = time.monotonic()
         self._manager.view.snapshots.copied()
         self._cost += time.monotonic() - began
@@ -156,7 +161,10 @@ class MemoryTier:
         return view.groups.most(values, tuple(sorted(view.live)))
 
     def _too_large(self, decision: Decision, own: Mapping[int, Any]) -> bool:
-        """Return whether any host lacks the memory for a snapshot.  Log the tier's use of memory, once."""
+        """Return whether any host lacks the memory for a snapshot; log the tier's use of memory at the first check.
+
+        Raises UserError if a host lacks it at the start of the run.
+        """
         me, positions = self._manager.view.worker, self._manager.view.grid.size
         sizes = {part: sum(tensor.nbytes for tensor in flatten(tree)[1]) for part, tree in own.items()}
         states = max((size for part, size in sizes.items() if part < positions), default=0)
@@ -199,9 +207,10 @@ class MemoryTier:
     # ---- rollback to a snapshot
 
     def load(self, target: Rollback) -> Callable[[], None]:
-        """Load the snapshot of this worker's position; call the returned function when all workers have loaded theirs.
+        """Load the snapshot of this worker's position into its training state.
 
-        Raises ``Spoiled`` if no worker has an intact copy, ``EpochRevoked`` if no holder can be reached.
+        Call the returned function when all workers have loaded their snapshots.  Raises ``Spoiled`` if no worker has an
+        intact copy, ``EpochRevoked`` if no worker with a copy can be reached.
         """
         view = self._manager.view
         position, kept = view.position, view.decision.kept
@@ -231,19 +240,19 @@ class MemoryTier:
 
 
 def moments_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of Adam's future moments of these tensors; other optimizers do not need more."""
+    """Return the bytes of Adam's two float32 moments of ``tensors``; other optimizers do not need more."""
     return sum(2 * 4 * tensor.numel() for tensor in tensors)
 
 
 def _nodes(decision: Decision) -> int:
-    """Return the number of nodes with replicas."""
+    """Return the number of nodes on which replicas of the plan run."""
     return len({name for names in decision.touched.values() for name in names if name.startswith("node ")})
 
 
 def pieces(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Return, as a tree of live tensors, the optimizer state of which this worker is the first live holder.
+    """Return the pieces of the optimizer's state of which this worker is the first live holder, with live tensors.
 
-    The last update must be finished (``ShardedOptimizer.complete``).
+    Call it only when the last update is finished (``ShardedOptimizer.complete``).
     """
     return [
         {"bucket": one.bucket, "start": one.start, "stop": one.stop, **one.give(one.start, one.stop)}
@@ -255,11 +264,12 @@ def pieces(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
 def restored(
     sharded: ShardedOptimizer, saved: Any, workers: Sequence[int], positions: int, load: Callable[[int], Any]
 ) -> Callable[[], None]:
-    """Rebuild this worker's fragments for the present layout, with the state of a snapshot.
+    """Rebuild this worker's fragments of the optimizer's state for the present layout, with the state of a snapshot.
 
     ``saved``: the result of ``Shards.to_json`` for this worker's columns when the snapshot was taken.  ``workers``: the
-    workers that took the snapshot.  ``load``: returns the tree of a part, as ``pieces`` created it.  Call the returned
-    function when all workers have rebuilt their fragments: see ``ShardedOptimizer.made_anew``.
+    workers that took the snapshot.  ``positions``: number of positions of a replica.  ``load``: part -> result of
+    ``pieces``.  Call the returned function when all workers have rebuilt their fragments: see
+    ``ShardedOptimizer.made_anew``.  Raises Disagreement if the snapshot lacks elements.
     """
     layouts, gone = sharded.shards.read(saved)
 
@@ -282,13 +292,16 @@ def restored(
                 if piece["bucket"] in buckets:
                     _take(piece, wanted, left)
         if any(left.values()):
-            raise Disagreement(f"no part of the snapshot has {sum(left.values())} elements of the optimizer's state")
+            raise Disagreement(f"the snapshot lacks {sum(left.values())} elements of the optimizer's state")
 
     return sharded.made_anew(fill)
 
 
 def _take(piece: dict[str, Any], wanted: InOrder, left: dict[int, int]) -> None:
-    """Copy a snapshot piece's elements into the fragments of ``wanted`` that overlap it; deduct them from ``left``."""
+    """Copy the elements of ``piece`` into the overlapping fragments of ``wanted``; deduct their number from ``left``.
+
+    ``left``: id of a fragment -> number of its elements that are not loaded yet.
+    """
     for fragment in overlapping(wanted, piece["bucket"], piece["start"], piece["stop"]):
         start, stop = max(piece["start"], fragment.start), min(piece["stop"], fragment.stop)
         fragment.take(start, stop, _cut(piece, slice(start - piece["start"], stop - piece["start"])))
@@ -304,7 +317,7 @@ PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroup: Path = CONTROL_GROUPS) -> int | None:
-    """Return the bytes of memory that the kernel and this process's control groups still allow; None: unknown."""
+    """Return the bytes that the kernel and the control groups still let this process allocate; None: unknown."""
     groups = control_groups("memory", proc / "self" / "cgroup", cgroup)
     found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
     return min(found, default=None)
@@ -330,7 +343,7 @@ def _of_group(folder: Path) -> int | None:
 
 
 def _given_back(path: Path) -> int:
-    """Return the bytes of file cache, which count as used, but which the kernel drops before it refuses memory."""
+    """Return the bytes of file cache in a control group: counted as used, but dropped when memory is needed."""
     if not path.exists():
         return 0
     fields = (line.split() for line in path.read_text().splitlines())

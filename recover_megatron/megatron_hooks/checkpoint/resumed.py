@@ -1,13 +1,13 @@
-"""Checks of a loaded checkpoint's arguments against this run's, mainly so that the order of samples stays the same.
+"""Comparison of a loaded checkpoint's arguments with this run's, mainly so that the order of samples stays the same.
 
-batch         an entry of --step-batch-size-schedule that is not divisible by this run's ranks is refused with a reason
-states        --data-parallel-random-init saves a random state for each rank; a run with more ranks loads none of them
-made longer   Megatron's order of samples depends on the number of epochs in --train-iters, and on whether the last
-              epoch is short.  If the resumed run changes either, it reads some samples again, and a warning is logged
-cyclic        the shuffled order of samples depends on the number of data-parallel ranks.  The order of the launch that
-              wrote the checkpoint is kept, since otherwise samples of the same epoch would be read again
-replaced      a cached index of samples is identified by the path of its corpus.  If the files were replaced, Megatron
-              cuts samples out of the new files by the old index, and a warning is logged
+batch           a run whose next batch, by --step-batch-size-schedule, is not divisible among its ranks is refused
+random states   --data-parallel-random-init saves a random state for each rank; a run with more ranks loads none of them
+made longer     Megatron's order of samples depends on the number of epochs that --train-iters needs, and on whether the
+                last epoch is short.  If the resumed run differs in either, it reads some samples again: a warning
+cyclic          the shuffled order of samples depends on the number of data-parallel ranks.  The order of the launch
+                that wrote the checkpoint is kept; in another order samples of the same epoch would be read again
+replaced        a cached index of samples is identified by the path of its corpus.  If the corpus was replaced, Megatron
+                cuts samples out of the new files by the old index: a warning
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ SHORT = 0.80
 SHUFFLED_FOR = "recover_shuffled_for"
 """Name of the argument with the number of data-parallel ranks for which --dataloader-type cyclic shuffles samples.
 
-This package adds it to Megatron's arguments, which checkpoints contain, so later launches keep the first order.
+This package adds the argument to Megatron's arguments, which checkpoints contain.  So later launches keep the order of
+the first launch.
 """
 _loaded: Any = None
 """The arguments in the checkpoint that this worker has loaded; None: it has loaded none."""
 MOST_READ = 1 << 22
-"""Maximum length of a document index whose largest number is computed."""
+"""Largest number of entries of a document index for which the largest document number is compared."""
 
 
 def install() -> None:
-    """Wrap Megatron's check of a checkpoint's arguments; Megatron drops the arguments after the check."""
+    """Wrap Megatron's check of a checkpoint's arguments, after which Megatron drops these arguments."""
     monkeypatch.wrap("check_checkpoint_args", _compared)
 
 
@@ -51,7 +52,7 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
         original(checkpoint_args, *other, **others)
         _keep_order(checkpoint_args, args)
         consumed = getattr(checkpoint_args, "consumed_train_samples", 0)
-        # Here Megatron asserts that the next batch fits; train() checks the later batches.
+        # After this check Megatron asserts that the next batch fits; train() checks the later batches.
         batches = batches_to_come(args, consumed)[:1] if getattr(args, "step_batch_size_schedule", None) else []
         if reasons := misfits(args, args.data_parallel_size, batches):
             raise UserError(*reasons)
@@ -61,43 +62,43 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
             if os.environ.get("RANK", "0") == "0":
                 log.info(
                     f"--data-parallel-random-init: the checkpoint has random states of {saved} data-parallel ranks, "
-                    f"but this run has {ranks}, so none is loaded (as with --no-load-rng). With --recover the random "
-                    "numbers of a microbatch depend only on --seed and on the microbatch's number"
+                    f"but this run has {ranks}, so no random state is loaded (as with --no-load-rng). With --recover "
+                    "the random numbers of a microbatch depend only on --seed and on the microbatch's number"
                 )
 
     return check_checkpoint_args
 
 
 def _keep_order(saved: Any, now: Any) -> None:
-    """Keep the sample order of the launch that wrote the checkpoint, whatever its number of data-parallel ranks."""
+    """Keep the sample order of the run that wrote the checkpoint, even if this run has more or fewer ranks."""
     ranks = getattr(saved, SHUFFLED_FOR, None) or getattr(saved, "data_parallel_size", None)
     if getattr(now, "dataloader_type", None) == "cyclic" and ranks:
         setattr(now, SHUFFLED_FOR, ranks)
         if ranks != now.data_parallel_size and os.environ.get("RANK", "0") == "0":
             log.info(
                 f"--dataloader-type cyclic: samples stay shuffled for {ranks} data-parallel ranks, as in the run "
-                f"that wrote the checkpoint, not for the {now.data_parallel_size} of this launch: none is read again"
+                f"that wrote the checkpoint, so none is read again; this launch has {now.data_parallel_size} ranks"
             )
 
 
 def knows() -> bool:
-    """Return whether this worker knows the arguments of its start checkpoint (not with Megatron-Bridge)."""
+    """Return whether this worker knows the arguments in the checkpoint that it loaded; not with Megatron-Bridge."""
     return _loaded is not None
 
 
 def micro_batch_before(size: int) -> int:
-    """Return the micro batch size with which the checkpoint's launch read a loader that has ``size`` now."""
+    """Return the micro batch size of the run that wrote the checkpoint, for a loader whose size is now ``size``."""
     saved = getattr(_loaded, "micro_batch_size", None)
     return int(saved) if saved and size == get_args().micro_batch_size else size
 
 
 def sharded_before(now: bool) -> bool:
-    """Return whether each rank shuffled a separate part in the launch that wrote the checkpoint; unknown: ``now``."""
+    """Return whether each rank shuffled a separate part in the run that wrote the checkpoint; ``now`` if unknown."""
     return bool(getattr(_loaded, "data_sharding", now))
 
 
 def look(dataset: Any) -> None:
-    """Log a warning if a training data set, or a data set of a blend, has an unexpected order of samples."""
+    """Log warnings if a training data set, or a data set of a blend, has another order of samples than before."""
     if os.environ.get("RANK", "0") != "0":
         return
     try:
@@ -112,34 +113,40 @@ def look(dataset: Any) -> None:
 
 
 def of_blend(dataset: Any, now: Any, then: Any) -> list[str]:
-    """Return a warning if the length of the training, which determines a blend's cyclic shuffle, has changed."""
+    """Return a warning if the number of samples of the training, and so the cyclic shuffle of a blend, has changed.
+
+    ``now``: this run's arguments; ``then``: the checkpoint's arguments, or None.
+    """
     before, after = _asked(then), _asked(now)
     shuffled = hasattr(dataset, "datasets") and getattr(now, "dataloader_type", None) == "cyclic"
     if not shuffled or dataset.split.name != "train" or not before or not after or before == after:
         return []
     return [
-        f"the checkpoint is from a run over {before} samples of a blend, this run is over {after}, and "
-        "--dataloader-type cyclic shuffles them in another order: some are read again, and some never. To keep the "
-        "order, give that run's number of samples, and --exit-interval to end earlier. For a run that may be made "
-        "longer give the larger number from its first launch on"
+        f"the run that wrote the checkpoint was over {before} samples of a blend, this run is over {after}, and "
+        "--dataloader-type cyclic shuffles them in another order: some samples are read again, and some never. To keep "
+        "the order, request the first number of samples again; to end earlier, add --exit-interval. If a run may be "
+        "made longer, request the larger number from the first launch on"
     ]
 
 
 def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
-    """Return warnings about a ``GPTDataset``.  ``now``, ``then``: this run's arguments; the checkpoint's, or None."""
+    """Return warnings about the order of samples in ``dataset``, a ``GPTDataset``.
+
+    ``now``: this run's arguments; ``then``: the checkpoint's arguments, or None.
+    """
     found, path = [], dataset.dataset_path
     tokens, epochs, apart = _epochs(dataset, dataset.num_samples)
-    if dataset.sample_index is not None:  # None with --dataloader-defer-npy-index-mmap, until it is read
+    if dataset.sample_index is not None:  # None with --dataloader-defer-npy-index-mmap, until first used
         samples = (epochs * tokens - dataset.config.add_extra_token_to_sequence) // dataset.config.sequence_length
-        documents = dataset.document_index[:MOST_READ]  # the index may be on a slow disk, and all other workers wait
+        documents = dataset.document_index[:MOST_READ]  # do not read all of it: the disk may be slow
         whole = len(documents) == len(dataset.document_index)
         here = samples, epochs * len(dataset.indices), int(dataset.indices.max()) if whole else -1
         read = dataset.sample_index.shape[0] - 1, len(dataset.document_index), int(documents.max()) if whole else -1
         if here != read:
             found.append(
-                f"the cached index of samples does not match {path}: it has {read[0]} samples in {read[1]} "
+                f"the cached index of samples does not match {path}: the index has {read[0]} samples in {read[1]} "
                 f"documents up to number {read[2]}, but the files have {here[0]} in {here[1]} up to {here[2]}. "
-                "Megatron does not notice, and cuts samples out of these files by a wrong index: remove the files "
+                "Megatron does not notice this, and cuts wrong samples out of the files: remove the files "
                 f"{dataset.unique_description_hash}-* in the cache (--data-cache-path), and start again"
             )
     before, after = _asked(then), _asked(now)
@@ -150,11 +157,10 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
             by_samples = getattr(now, "train_samples", None)
             flag = f"--train-samples {most}" if by_samples else f"--train-iters {most // now.global_batch_size}"
             found.append(
-                f"the checkpoint is from a run over {before} samples ({old} epochs of {path}), and this run is over "
-                f"{after} ({epochs} epochs), for which Megatron has another order from the first sample on: some "
-                f"are read again, and others later, or never. The old order is kept up to {flag}. To end earlier, "
-                "use that number and --exit-interval. For a run that may be made longer use the larger number from its "
-                "first launch on"
+                f"the run that wrote the checkpoint was over {before} samples ({old} epochs of {path}), this run is "
+                f"over {after} ({epochs} epochs), and Megatron reads samples in another order from the first on: some "
+                f"samples are read again, and some never. The old order is kept up to {flag}. To end earlier, add "
+                "--exit-interval. If a run may be made longer, request the larger number from the first launch on"
             )
     return found
 
@@ -167,9 +173,10 @@ def _asked(args: Any) -> int:
 
 
 def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
-    """Return the largest number of samples of a training in which this data set has its order for ``epochs`` epochs.
+    """Return the largest number of samples that a training may request so that ``dataset`` keeps its old order.
 
-    ``asked``: samples that the training requests now, of which the data set (of a blend) supplies ``num_samples``.
+    ``asked``: samples that the training requests now; ``dataset``, perhaps one of a blend, supplies ``num_samples`` of
+    these.  ``epochs``, ``apart``: as from ``_epochs``, for the old order.
     """
     tokens = dataset._get_num_tokens_per_epoch()
     length, extra = dataset.config.sequence_length, dataset.config.add_extra_token_to_sequence
@@ -177,12 +184,15 @@ def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
     most = (whole * tokens - extra) // length
     if apart:
         most += int(SHORT * ((tokens - extra) // length)) - 1
-    # A share of a blend is rounded up, twice.
+    # Megatron rounds the number of samples that a blend takes from a data set up, twice.
     return (most if dataset.num_samples == asked else most - 2) * asked // int(dataset.num_samples)
 
 
 def _epochs(dataset: Any, samples: int | None) -> tuple[int, int, bool]:
-    """Return tokens per epoch, the epochs of ``samples`` (None: one), and whether the last is shuffled separately."""
+    """Return (tokens per epoch, epochs that ``samples`` need, True if the last epoch is shuffled separately).
+
+    ``samples`` None: one epoch.
+    """
     tokens = dataset._get_num_tokens_per_epoch()
     length, extra = dataset.config.sequence_length, dataset.config.add_extra_token_to_sequence
     epochs = 1 if samples is None else max(1, -(-(samples * length + extra) // tokens))

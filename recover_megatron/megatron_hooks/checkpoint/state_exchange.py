@@ -1,10 +1,9 @@
-"""Transfer of states at the boundary before a step: to fresh replicas, to workers with a wrong state, to mirrors.
+"""Transfer of states at the boundary before a step: to new replicas, to workers with a wrong state, to mirrors.
 
-boundary   if the plan has formed a new replica, or has found a state that differs from its column's, the holders offer
-               their state until the optimizer's step, and other workers fetch it while the holders compute
-           a worker with a differing state replaces that state before the step (repair)
-           the workers of the last replica send their state to spares before every step (mirror)
-spare      if the plan has a place for the spare, it fetches a state (fetch_state), or continues with its own (`rejoin`)
+new replica   workers of the same column with the state (holders) offer it until the optimizer's step; a spare that gets
+              a place fetches it while the holders compute (``fetch_state``), or continues with its own state (`rejoin`)
+repair        a worker whose state differs from its column's state replaces it before the step
+mirror        the workers of the last replica send their state to spares before every step
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ INTERRUPTED = (EpochRevoked, PeerLost, TimeoutError)
 
 
 class StateExchange:
-    """Sends and receives the state of one worker, ``state``.  Called by its main thread."""
+    """Sends and receives ``state``, the training state of one worker.  Called by the worker's main thread."""
 
     def __init__(self, manager: Manager, state: TrainingState) -> None:
         self._manager = manager
@@ -40,7 +39,7 @@ class StateExchange:
     def at_boundary(self) -> None:
         """Make the transfers that the present plan requires of this worker before the next step.
 
-        Raises ``Orphaned`` if a wrong state could not be replaced: the worker must not compute with it.
+        Raises ``Orphaned`` if this worker's state is wrong and could not be replaced.
         """
         view = self._manager.view
         decision = view.decision
@@ -68,16 +67,16 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """Withdraw the offer before the state changes.  Only workers that no longer count can then read wrong data."""
+        """Withdraw the offered state before it changes.  Only a worker that has left the epoch may still read it."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None
 
     def fetch_state(self, decision: Decision) -> int:
-        """Load the state with which ``decision`` begins, a donor's or this worker's own; returns the received bytes.
+        """Load the state with which ``decision`` begins, from a holder or this worker's own; return the received bytes.
 
-        Raises one of ``INTERRUPTED``: the state is then unchanged.  Raises ``Disagreement`` for a state of the wrong
-        version.
+        Raises one of ``INTERRUPTED`` if the transfer is interrupted; nothing is loaded then.  Raises ``Disagreement``
+        for a state of the wrong version.
         """
         size = 0
         if self._manager.view.worker in decision.holders:
@@ -91,7 +90,7 @@ class StateExchange:
         return size
 
     def _feed_mirrors(self, decision: Decision) -> None:
-        """Send the state to this worker's mirrors, before the step, so that the state survives a death in it."""
+        """Send the state to this worker's mirrors before the step, so that it survives a death during the step."""
         view = self._manager.view
         targets = [spare for spare, donor in decision.mirrors.items() if donor == view.worker]
         groups, offers = view.groups, dict[int, Offer]()
@@ -112,11 +111,14 @@ class StateExchange:
                 offer.withdraw()
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        """Mirror another worker's state until the epoch ends; then return this spare's offer: version and digest."""
+        """Receive another worker's state before each step until the epoch ends; called on a spare.
+
+        Return the version and the digest of the last complete state, which this spare offers in the next rendezvous.
+        """
         me, slots = self._manager.view.worker, self._slots(decision)
         tree: Any = None
         with suppress(*INTERRUPTED):
-            while True:  # an interrupted transfer has changed nothing
+            while True:  # an interrupted transfer changes no loaded tensor
                 room = self._state.spare_room(tree)
                 holder = slots[decision.mirrors[me]]
                 tree, _ = epoch_groups.fetch(f"mirror/{me}", [holder], shared_tensors, place=room)
@@ -144,9 +146,9 @@ class StateExchange:
         return size
 
     def _stay(self) -> None:
-        """Raise EpochRevoked if this worker has lost its place; otherwise its transfer continues past the epoch's end.
+        """Raise EpochRevoked if this worker has lost its place; otherwise its transfer continues after the epoch's end.
 
-        All live workers then wait for this worker without changing the state, so any remaining holder can send it.
+        In the rendezvous the other workers wait for this worker and do not change the state, so any holder can send it.
         """
         try:
             self._manager.check()
@@ -154,7 +156,7 @@ class StateExchange:
             raise EpochRevoked(self._manager.view.epoch, str(error)) from error
 
     def _lost(self, holders: Sequence[int]) -> set[int]:
-        """Return the holders that have died or were evicted; a worker that was set aside still sends its state."""
+        """Return the workers of ``holders`` that are dead or evicted; a worker that was set aside still sends."""
         view = self._manager.view
         return {*holders} - view.counted_on - view.set_aside
 
@@ -163,5 +165,5 @@ class StateExchange:
 
 
 def first_iteration(decision: Decision) -> int:
-    """Return the iteration with which the fresh replicas begin."""
+    """Return the iteration with which new replicas of ``decision`` begin."""
     return (decision.version or 0) + 1

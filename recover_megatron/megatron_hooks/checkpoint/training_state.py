@@ -1,16 +1,16 @@
-"""A worker's training state between two iterations: to send, to receive, to compare.
+"""Training state of a worker between two iterations, which workers send, receive and compare.
 
     tree()      returns tensors that are equal in a column (parameters, the optimizer's masters and moments), and this
                 worker's own values: buffers, scales of 8-bit numbers, learning rate and its schedule, Megatron's
-                counters, the sums of its log
+                counters, the sums of Megatron's log
     room()      returns memory for the tensors of a received tree: usually the live tensors of this worker
-    load(tree)  adopts a tree; the worker then begins the iteration after the tree's
-    digest()    returns a 64-bit hash, equal in a column, of parameters, optimizer's tensors and settings of the update
+    load(tree)  copies a received tree into the live state; the worker then begins the iteration after the tree's
+    digest()    returns a 64-bit hash of the parameters, the optimizer's tensors and its settings, equal in a column
 
-The optimizer is read and written through torch's interface (``param_groups``, ``state``), which all of Megatron's plain
-optimizers and those of apex and Transformer Engine have.  Before its first step a worker has no moments; they are
-created when a state arrives.  A distributed optimizer's state is not equal in a column: the tree only records the
-holders of the parts of that state, and `sharded_optimizer` sends the parts.
+The optimizer is read and written through torch's interface (``param_groups``, ``state``), which the optimizers of
+Megatron, apex and Transformer Engine have.  Before the first step there are no moments: they are created when a state
+is loaded.  A distributed optimizer's state is not equal in a column: the tree only records which workers hold its
+parts, and `sharded_optimizer` sends the parts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedO
 
 
 class TrainingState:
-    """Training state of one worker.  ``validation``: Megatron's iterators, as passed to train().
+    """Training state of one worker.  ``validation``: the validation iterators that Megatron passes to train().
 
-    ``operations``, ``running``: see ``LoopCounters``.  ``blank``: the model was built without the other workers, so
-    its parameters belong to no iteration.
+    ``operations``, ``running``: see ``LoopCounters``.  ``blank``: True if this worker built the model alone, so that
+    its parameters belong to no iteration.  ``sharded``: the distributed optimizer, or None.
     """
 
     def __init__(
@@ -69,36 +69,36 @@ class TrainingState:
         self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
         args = get_args()
         self.version: int | None = None if blank else args.iteration
-        """Number of iterations that the parameters have seen; None: the state is invalid."""
+        """Number of the iteration after which the model has these parameters; None: the state is invalid."""
         all_of_it = not blank and args.load is not None and not (args.finetune or args.no_load_optim)
         self.loaded_at_launch = int(args.iteration) if all_of_it else 0
         """Iteration of the complete checkpoint that this worker loaded at launch; 0: none."""
         self.no_rollback_reason = no_rollback_reason(args, self._optimizers)
-        """Why the run cannot roll back to a checkpoint in place; empty if it can."""
+        """Reason why the run cannot roll back to a checkpoint in place; empty if it can."""
         self.timeline = 0
-        """Epoch of the timeline of this state (``instep.decision.Timeline``)."""
+        """Epoch in which the timeline of this state began (``instep.decision.Timeline``)."""
         self.last_step = (0, 0)
-        """(iteration, decision number) of the last step that began from this state; (0, 0): none."""
+        """(iteration, decision number) of the last step that began from this state; (0, 0): no step has begun."""
         self.counters = self._loop.read(self.version)
-        """The counters when the last iteration began."""
+        """Megatron's counters (``LoopCounters``) when the last iteration began."""
         self.totals = LogTotals()
         self._scalers: list[Any] = []
-        """The loss scales when the last iteration began."""
+        """States of the optimizers' loss scalers when the last iteration began."""
         self._plain_groups: list[Any] = []
-        """The plain values of the optimizers' groups when the last iteration began."""
+        """Results of ``plain_groups`` for each optimizer when the last iteration began."""
         self._biases: list[torch.Tensor] = []
-        """The biases of the routers when the last iteration began."""
+        """Copies of the routers' biases when the last iteration began."""
         self._skipped = False
         """True if the last step was skipped because of its loss scale."""
 
     @property
     def first(self) -> int:
-        """First iteration of the run, also if this worker joined it later."""
+        """Number of the run's first iteration; the same on a worker that joined the run later."""
         return self._loop.first
 
     @property
     def gone_back(self) -> bool:
-        """True if the run has started from ``first`` again, by a rollback to a checkpoint."""
+        """True if a rollback to a checkpoint has started the run again from iteration ``first``."""
         return self._loop.gone_back
 
     # ---- between iterations
@@ -111,7 +111,7 @@ class TrainingState:
         self._remember()
 
     def stepped(self, updated: bool) -> None:
-        """Count the optimizer's step of the current iteration; ``updated``: it was not skipped."""
+        """Record that the optimizer has made the step of the current iteration, or skipped it (not ``updated``)."""
         self.version = with_skipped(get_args().curr_iteration + 1, to_skip())
         self._skipped = not updated
 
@@ -131,7 +131,7 @@ class TrainingState:
         return f"{digest(chain(self.tensors(), [text])) % (1 << 64):016x}"
 
     def steering(self) -> str:
-        """Return the settings of the update: the schedule, and each group's learning rate, betas, step count, ..."""
+        """Return the optimizer's settings as JSON: its schedule, and each group's learning rate, betas, step count."""
         groups = [[_steering(group, self._sharded is None) for group in self._groups(one)] for one in self._optimizers]
         return json.dumps([self._loop.schedule_state(), groups], sort_keys=True)
 
@@ -154,7 +154,7 @@ class TrainingState:
         }
 
     def _column(self) -> dict[str, Any]:
-        """Return the part that is equal on all workers of a column between two iterations."""
+        """Return the tensors that are equal on all workers of a column between two iterations, as a tree."""
         parameters = [weights(chunk) for chunk in self._model]
         model = {parameter.data_ptr() for of_chunk in parameters for parameter in of_chunk}
         whole = self._optimizers if self._sharded is None else []
@@ -164,31 +164,33 @@ class TrainingState:
         return _groups(one) if self._sharded is None else groups_with_parameters(one)
 
     def make_room(self) -> None:
-        """Create the moments of an optimizer that has made no step, and write to their memory.
+        """Create the moments of an optimizer that has made no step, and write zeros to their memory.
 
-        A waiting worker calls it, because new memory takes longer to allocate than to fill.  The values are not used.
+        A spare calls this method while it waits, because allocating memory takes longer than filling it when a state
+        arrives.  The zeros are not used.
         """
         for one in self._optimizers if self._sharded is None else ():
             make = getattr(one, "init_state_fn", None)
             if make is not None and not one.optimizer.state:
                 if one.config.use_precision_aware_optimizer:
-                    continue  # Megatron 0.19.2 omits the second parameter of Transformer Engine's function: a TypeError
+                    continue  # Megatron 0.19.2 calls Transformer Engine with one argument too few (TypeError)
                 make(one.optimizer, one.config)
                 for own in one.optimizer.state.values():
                     for value in own.values():
                         if isinstance(value, torch.Tensor):
-                            value.zero_()  # torch.zeros allocates no memory before it is written
+                            value.zero_()  # torch.zeros only reserves the memory
 
     def without_moments(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of optimizers that have made no step, so that their moments do not exist yet."""
+        """Yield the tensors whose moments do not exist yet, because their optimizer has made no step."""
         for one in self._optimizers if self._sharded is None else ():
             yield from (local(parameter.data) for parameter in _parameters(one) if not one.optimizer.state)
 
     def room(self, version: int | None) -> Place:
-        """Return the memory for a state of ``version``: the live tensors, unless this worker's state is still needed.
+        """Return the memory for a received state of ``version``: the live tensors, or new memory.
 
-        A state of the same version is needed if the other holders are lost meanwhile, so it is kept until the transfer
-        is done.  Otherwise this worker has no valid state until it has loaded the received state.
+        If this worker has a state of the same version, that state is kept until the transfer is done, because all
+        other holders may be lost during the transfer.  Otherwise the live tensors are overwritten, and this worker has
+        no valid state until the received state is loaded.
         """
         if self.version is not None and self.version == version:
             return new_memory
@@ -201,7 +203,10 @@ class TrainingState:
         return place
 
     def spare_room(self, before: Any) -> Place:
-        """Return memory for a transfer that may be interrupted: tensors of ``before``, the last loaded tree."""
+        """Return memory for a transfer to a mirror, which may be interrupted: tensors of ``before``, never live ones.
+
+        ``before``: the tree that was loaded last, or None.
+        """
         living = {"column": self._column()}
 
         def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -211,7 +216,7 @@ class TrainingState:
         return place
 
     def load(self, tree: dict[str, Any]) -> None:
-        """Adopt ``tree``.  Raises Disagreement if it belongs to a model with other shapes or optimizer settings."""
+        """Copy ``tree`` into the live state; raises Disagreement if its shapes or optimizer settings differ."""
         column, own = tree["column"], tree["own"]
         for chunk, parameters, buffers in zip(self._model, column["parameters"], own["buffers"], strict=True):
             _copy(weights(chunk), parameters)
@@ -233,15 +238,19 @@ class TrainingState:
             )
 
     def settle(self) -> None:
-        """Set the schedule to the parameters' iteration: the loop may have stopped before the schedule's own step."""
+        """Advance the learning rate schedule to the parameters' iteration, if the loop was interrupted before that."""
         if self._done:
             self._loop.schedule(self.counters, int(not self._skipped))
 
     def resume(self) -> None:
-        """Continue from this worker's own state: after the current iteration if its step was made, else before it."""
+        """Continue from this worker's own state.
+
+        If the optimizer has made the step of the current iteration, the loop continues with the next iteration,
+        otherwise with the current iteration.
+        """
         assert self.version is not None
         done, groups = self._done, self._plain_groups
-        if not done:  # Megatron changes a loss scale before it clips, and a step may have stopped in between
+        if not done:  # Megatron changes a loss scale before it clips; an interrupted step may have done so
             for one, scaler in zip(self._optimizers, self._scalers, strict=True):
                 _load_scaler(one, scaler)
             _copy(biases(self._model), self._biases)  # the biases are also updated before the step
@@ -249,13 +258,13 @@ class TrainingState:
 
     @property
     def _done(self) -> bool:
-        """True if this worker has made the step of the current iteration."""
+        """True if this worker's optimizer has made the step of the current iteration."""
         return self.version is not None and self.version > self.counters["version"]
 
     def _restore(self, counters: dict[str, Any], groups: Any, *, iterations: int = 0) -> None:
-        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1), where the loop then begins.
+        """Set Megatron's counters, from which the loop continues, to ``counters`` plus ``iterations`` (0 or 1).
 
-        ``groups``: the plain values of all optimizers' groups; None: only the schedule changes them.
+        ``groups``: result of ``plain_groups`` for each optimizer; None: the optimizers' groups keep their values.
         """
         self.version = self._loop.restore(counters, iterations=iterations, skipped=self._skipped)
         for one, values in zip(self._optimizers, groups or (), strict=groups is not None):
@@ -267,20 +276,21 @@ class TrainingState:
     # ---- rollback to a checkpoint
 
     def go_back(self, iteration: int) -> None:
-        """Invalidate the state for a rollback to ``iteration``, until that state is loaded.
+        """Invalidate the state before a rollback loads the state of ``iteration``.
 
-        Resets Megatron's counters as in a worker that has not begun, which Megatron's load functions expect.
+        Megatron's load functions expect a worker that has trained nothing, so its counters are reset.
         """
         self.version = None
         self.last_step = 0, 0
-        self._scales.reset()  # a checkpoint may lack them
+        self._scales.reset()  # a checkpoint may lack the scales
         self._loop.go_back(iteration)
 
     def loaded(self, iteration: int, operations: int, timeline: int) -> None:
-        """Set the state after Megatron has loaded a checkpoint of ``iteration``, as at a start from it.
+        """Record that Megatron has loaded a checkpoint of ``iteration`` in a rollback.
 
-        ``operations``: the checkpoint's count of floating-point operations.  A checkpoint does not contain the sums of
-        the log: its next row covers the iterations from here on.
+        ``operations``: the checkpoint's count of floating-point operations.  ``timeline``: epoch in which the timeline
+        begins.  A checkpoint lacks the sums of Megatron's log, so the next row covers only iterations after the
+        rollback.
         """
         self.version = iteration
         self._loop.loaded(iteration, operations)
@@ -291,13 +301,13 @@ class TrainingState:
         self._remember()
 
     def _remember(self) -> None:
-        """Save the values that change before the optimizer's step."""
+        """Save the values that an interrupted step may have changed: loss scales, groups and router biases."""
         self._scalers = [_scaler(one) for one in self._optimizers]
         self._plain_groups = [plain_groups(self._groups(one)) for one in self._optimizers]
         self._biases = [bias.clone() for bias in biases(self._model)]
 
     def tidy(self) -> None:
-        """Reset the leftovers of an exception in the training, so that train() can be entered again."""
+        """Reset what an exception in train() has left behind in Megatron, so that train() can be called again."""
         config = get_model_config(self._model[0])
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
         for chunk in self._model:
@@ -306,11 +316,12 @@ class TrainingState:
                 continue
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
-            # train() removes these hooks in its first iteration, in an evaluation and during a checkpoint.
+            # An exception may have left train() while it had removed these hooks (first iteration, evaluation, save).
             if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()
         for one in [self._optimizer, *self._optimizers]:
-            # Megatron asks the replica once and caches the answer: in a new replica all workers must ask, or none.
+            # Megatron caches the result of a collective inside the replica.  In a new replica either all workers must
+            # run this collective, or none.
             one._has_grad_norm_group_cache = None
             # Megatron-FSDP 2 may have cast gradients for a step that was not made; the next step casts new ones.
             getattr(one, "_casted_grads", []).clear()
@@ -323,7 +334,7 @@ class TrainingState:
 
 
 def _groups(one: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups with parameters: empty groups exist because of other positions."""
+    """Return the optimizer's parameter groups, except empty ones, which exist because other positions fill them."""
     return [group for group in one.optimizer.param_groups if group["params"]]
 
 
@@ -334,16 +345,16 @@ def _parameters(one: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values of an optimizer's groups that are not tensors; workers send them to each other."""
+    """Return the plain values (numbers, strings, None) of an optimizer's groups, which workers send to each other."""
     return [{key: value for key, value in group.items() if _is_plain(key, value)} for group in groups]
 
 
 def load_groups(own: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]) -> None:
-    """Load the result of ``plain_groups``; plain values that it lacks, such as a step count, are removed."""
+    """Load ``given``, a result of ``plain_groups``, into the groups ``own``; plain values that it lacks are removed."""
     for group, values in zip(own, given, strict=True):
         for key in [key for key, value in group.items() if _is_plain(key, value) and key not in values]:
             del group[key]
-        # The betas are a tuple; the transfer turns it into a list.
+        # A transfer turns tuples, such as the betas, into lists.
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
@@ -354,9 +365,9 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """Return the values of a group, including those in scalar tensors.
+    """Return the plain values of a group, and the values of its scalar tensors.
 
-    If not ``whole``, the group is sharded over a column; its step count is left out, since a worker without
+    ``whole``: False if the group is sharded over a column.  The step count is then left out, since a worker without
     parameters of the group counts no steps.
     """
     values = {key: value.item() for key, value in group.items() if isinstance(value, torch.Tensor) and not value.dim()}
@@ -365,7 +376,7 @@ def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
 
 
 def _masters(one: Any, model: set[int]) -> list[torch.Tensor]:
-    """Return the tensors that the inner optimizer updates, except the model's own, whose addresses are ``model``."""
+    """Return the tensors that the inner optimizer updates, except the model's parameters (addresses ``model``)."""
     every = (local(parameter.data) for parameter in _parameters(one))
     return [master for master in every if master.data_ptr() not in model]
 
@@ -411,7 +422,7 @@ def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         raise Disagreement("the received state belongs to a model with other shapes")
     with torch.no_grad():
         for target, source in zip(own, given, strict=True):
-            if not _same_memory(target, source):  # if the same, it was received in place
+            if not _same_memory(target, source):  # the same if it was received in place
                 target.copy_(source)
 
 

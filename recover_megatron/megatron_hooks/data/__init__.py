@@ -1,1 +1,1 @@
-"""Microbatches by number, and the processes that prefetch them."""
+"""Reading of training data: a source of microbatches by number, and the processes that prefetch microbatches."""

@@ -1,8 +1,8 @@
-"""Child processes that a worker starts by multiprocessing: loaders, checkpoint writers, their managers, fork servers.
+"""Child processes of a worker (loaders, checkpoint writers, their managers, fork servers) that survive a job's signals.
 
-A batch system sends a signal for the job to every process of a step.  A worker that handles the signal writes a
-checkpoint, for which it needs its children, and exits.  So the signals that a worker handles when it starts a child are
-blocked in the child and in the child's children.  Python terminates children with SIGTERM and waits for their exit, so
+A batch system such as SLURM sends a signal to every process of a job step.  A worker that handles the signal writes a
+checkpoint and exits.  For the checkpoint it needs its children, so they block all signals that the worker handled when
+it started them; their own children inherit this.  Python terminates children with SIGTERM and waits for their exit;
 children that block SIGTERM are killed instead.
 """
 
@@ -19,18 +19,18 @@ from typing import Any
 from recover_megatron.integrate import wrap
 
 _OF_EACH = {signal.SIGCHLD, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
-"""Signals of a process's own children and timers; they are not sent to a job."""
+"""Signals from a process's own children and timers, which a batch system does not send to a job."""
 
 KNOWN = "Python 3.12 and 3.13"
 
 
 def install() -> None:
-    """Make each child that this process starts from now on block the signals that the process handles at that time."""
+    """Make each later child of this process block the signals that this process handles when it starts the child."""
     wrap(process.BaseProcess, "start", ("self",), _start, KNOWN)
     wrap(popen_fork.Popen, "terminate", ("self",), _terminate, KNOWN)
-    # Python starts the resource tracker when it is first needed, not always when a child starts.
+    # Python may start its resource tracker, also a child, without ``BaseProcess.start``.
     wrap(resource_tracker.ResourceTracker, "ensure_running", ("self",), _ensure_running, KNOWN)
-    resource_tracker.ensure_running = resource_tracker._resource_tracker.ensure_running  # as fork servers call it
+    resource_tracker.ensure_running = resource_tracker._resource_tracker.ensure_running  # fork servers call this name
 
 
 def handled() -> set[int]:
@@ -40,7 +40,7 @@ def handled() -> set[int]:
 
 
 def moved() -> int:
-    """Return the bytes that this process and its live descendants have read and written, by the kernel's counters."""
+    """Return the bytes that this process and its live descendants have read and written (the kernel's counters)."""
     total, left = 0, [os.getpid()]
     while left:
         place = f"/proc/{left.pop()}"
@@ -55,7 +55,10 @@ def moved() -> int:
 
 @contextmanager
 def _blocked(numbers: set[int]) -> Iterator[None]:
-    """Block ``numbers`` in the calling thread and in processes that it starts; pending signals arrive afterwards."""
+    """Context that blocks the signals ``numbers`` in the calling thread; processes started in it inherit this.
+
+    A signal that arrives inside the context is delivered to this process at the end of the context.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -85,7 +88,7 @@ def _terminate(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _ensure_running(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def ensure_running(self: Any) -> None:
-        # The tracker removes what a killed worker left in /dev/shm; its warning would look like the worker's last line.
+        # The tracker removes files of a killed worker from /dev/shm, and its warning would end the worker's log.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         try:
             with _blocked(handled()):  # the tracker itself unblocks some signals

@@ -1,14 +1,15 @@
-"""Microbatches by id, from Megatron's own datasets, prefetched by the loader's worker processes.
+"""Microbatches by number, from Megatron's own datasets, prefetched by loader processes.
 
-    Source.begin(consumed, ids, total)   starts an iteration in which this worker has the microbatches ``ids``; the
-                                         loader prefetches them, also for later iterations until the ids change
-    Source.get(j)                        returns microbatch j of this iteration; if j is not in ``ids``, reads it now
+    Source.begin(consumed, ids, total)   starts an iteration in which this worker runs the microbatches ``ids``.  The
+                                         loader prefetches them, and the same numbers of later iterations
+    Source.get(j)                        returns microbatch j of this iteration, which need not be in ``ids``: a
+                                         microbatch that is not prefetched is read in the main thread
 
-The death of a loader process is reported to the next reader of a batch.  Torch would raise the error at any point of
-the main thread, such as in a checkpoint or a sum.
+The next read of a batch raises an error if a loader process has died.  Torch would raise it anywhere in the main
+thread, for example in a checkpoint or a sum.
 
-`microbatches` defines the samples of microbatch j of an iteration, the same as in stock Megatron.  Samples carry their
-number (``TaggedDataset``), so ``get`` verifies the samples that it returns.
+`microbatches` defines the samples of microbatch j, the same as in stock Megatron.  Each sample carries its number
+(``TaggedDataset``), by which ``get`` checks the samples that it returns.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from recover_megatron.network.system import share_by_lasting_socket
 from recover_megatron.out_of_turn import tell_readers
 
 SAMPLE = "recover_sample"
-"""The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
+"""Field of a sample with the sample's number; no dataset of Megatron uses this name."""
 
 Batch = dict[str, Any]
 
 _OF_THE_WORK = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-"""Signals by which a sample may kill the process that reads it."""
+"""Signals that may kill a process because of the sample that it reads."""
 
 
 END_SECONDS = 1.0
-"""Seconds that a loader process may take to exit after its pipe has closed."""
+"""Seconds to wait for a loader process to exit after its pipe has closed."""
 
 
 class LoaderKilled(Exception):
-    """A loader process of this worker was killed by an external signal: a fault of this worker's host."""
+    """A loader process of this worker was killed by a signal from outside, which counts as a fault of the host."""
 
 
 class TaggedDataset(torch.utils.data.Dataset):
-    """A dataset that adds its number to each sample; all other attributes are the wrapped dataset's."""
+    """Wrapper of a dataset that adds to each sample the sample's number; other attributes are the dataset's."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -73,7 +74,11 @@ _sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
 class Source:
-    """Microbatches by number.  ``loader``: Megatron's loader of a ``TaggedDataset``; its settings are kept."""
+    """Reads the microbatches of one data set by their numbers.
+
+    ``loader``: Megatron's loader of a ``TaggedDataset``, whose settings this class uses.  ``size``: samples of a
+    microbatch.  ``consumed``: samples that the run has consumed.  ``order``: gives the samples of a microbatch.
+    """
 
     def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order | Kept) -> None:
         self.size = size
@@ -83,7 +88,7 @@ class Source:
         self._collate = loader.collate_fn
         self._plan: tuple[tuple[int, ...], int] | None = None
         self._consumed = self.position = consumed
-        self._cursor = 0  # prefetch position: index into the ids of the iteration at self._ahead
+        self._cursor = 0  # prefetch position: index into the ids, in the iteration at sample self._ahead
         self._ahead = consumed
         self._asked: deque[int] = deque()  # first samples of the microbatches that the loader is reading
         self._here: dict[int, Batch] = {}
@@ -101,7 +106,10 @@ class Source:
         _sources.add(self)
 
     def begin(self, consumed: int, ids: Sequence[int], total: int) -> None:
-        """Start an iteration of ``total`` microbatches at ``consumed`` samples; this worker has ``ids``."""
+        """Start an iteration at ``consumed`` samples, in which this worker runs the microbatches ``ids``.
+
+        ``total``: number of the iteration's microbatches on all replicas.
+        """
         expected = self._consumed + (0 if self._plan is None else self._plan[1] * self.size)
         if self._plan != (tuple(ids), total) or consumed != expected:
             self._ahead, self._cursor = consumed, 0
@@ -131,13 +139,13 @@ class Source:
         return batch
 
     def _coming(self, first: int) -> bool:
-        """Return whether the prefetch will request this microbatch in this iteration."""
+        """Return whether the loader will still prefetch the microbatch at sample ``first`` in this iteration."""
         assert self._plan is not None
         ids = self._plan[0]
         return self._ahead == self._consumed and first in (self._consumed + j * self.size for j in ids[self._cursor :])
 
     def _next(self) -> list[int] | None:
-        """Return the samples that the loader should read next; None at the end of the dataset."""
+        """Return the samples of the next microbatch to prefetch; None at the end of the dataset."""
         assert self._plan is not None
         ids, total = self._plan
         while True:
@@ -152,14 +160,14 @@ class Source:
                 return samples
 
     def close(self) -> None:
-        """Stop the loader processes.  Nothing can be read afterwards."""
+        """Stop the loader processes.  No microbatch can be read afterwards."""
         self._batches = None
-        del self._loader  # the loader also refers to the processes
+        del self._loader  # the loader refers to the processes, too
 
-    # ---- Megatron wraps a loader in an iterator, and only ever calls its length
+    # ---- Megatron uses a source in place of a loader: it calls iter() and len(), and never reads a batch
 
     def __len__(self) -> int:
-        """Return the number of microbatches; with --full-validation the largest of all ranks, so all ranks agree."""
+        """Return the number of microbatches of the data set; with --full-validation, of the rank with the most."""
         return self._order.rounds if isinstance(self._order, InTurn) else len(self._dataset) // self.size
 
     def __iter__(self) -> Source:
@@ -170,12 +178,15 @@ class Source:
 
 
 _read_by: Sequence[Any] = ()
-"""The loader's processes that the main thread is waiting for."""
+"""The loader processes for which the main thread is waiting; empty outside a read."""
 
 
 @contextmanager
 def _reading(processes: Sequence[Any]) -> Iterator[None]:
-    """Context of a wait for ``processes``.  Raises ``LoaderKilled``, or RuntimeError if a sample killed a process."""
+    """Context in which the main thread waits for a batch from ``processes``.
+
+    If a process has died, raises ``LoaderKilled`` (killed from outside) or RuntimeError (failed on a sample).
+    """
     global _read_by
     if processes:
         tell_readers(lambda _: _check(_read_by))
@@ -183,8 +194,8 @@ def _reading(processes: Sequence[Any]) -> Iterator[None]:
         _read_by = processes
         _check(processes)
         yield
-    except (RuntimeError, EOFError, OSError) as error:  # torch does not always report the cause
-        if not isinstance(error, RuntimeError):  # the exit code may come after the pipe has closed
+    except (RuntimeError, EOFError, OSError) as error:  # torch's error may lack the exit code
+        if not isinstance(error, RuntimeError):  # the pipe closes before the exit code is known
             ended = connection.wait([process.sentinel for process in processes], END_SECONDS)
             for process in (process for process in processes if process.sentinel in ended):
                 process.join()
@@ -205,7 +216,7 @@ def _check(processes: Sequence[Any]) -> None:
 
 
 class _Feed:
-    """Batch sampler: called in the training process whenever the loader has room to prefetch."""
+    """Batch sampler that gets each batch from ``ask``, called in the training process when the loader can prefetch."""
 
     def __init__(self, ask: Callable[[], list[int] | None]) -> None:
         self._ask = ask
@@ -216,9 +227,9 @@ class _Feed:
 
 
 class Microbatches:
-    """The microbatches of one pass over the ids ``ids``, as a schedule's data iterator.
+    """Data iterator for one run of a Megatron schedule, over the microbatches with the numbers ``ids``.
 
-    ``fetching()`` returns the context in which each microbatch is fetched.
+    ``fetching``: returns a context, in which each microbatch is read.
     """
 
     def __init__(
@@ -249,13 +260,16 @@ def _source_of(iterator: Any) -> Source | None:
 
 
 def sources_of(iterators: Any) -> Sequence[Source]:
-    """Return the sources behind the iterator, or list of one per chunk, that Megatron passes to a schedule."""
+    """Return the sources that Megatron's ``iterators`` wrap: one iterator, or a list with one per model chunk."""
     several = iterators if isinstance(iterators, list) else [iterators]
     return [source for source in map(_source_of, several) if source is not None]
 
 
 def of_ids(iterators: Any, ids: Sequence[int], fetching: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Replace ``iterators``, one or one per chunk, by ``Microbatches`` of ``ids`` for a schedule."""
+    """Return data iterators over the microbatches ``ids`` for a schedule, in the form of ``iterators``.
+
+    ``iterators``: Megatron's iterator, or a list with one per model chunk.
+    """
 
     def one(iterator: Any) -> Microbatches | None:
         source = _source_of(iterator)
@@ -267,14 +281,14 @@ def of_ids(iterators: Any, ids: Sequence[int], fetching: Callable[[], AbstractCo
 def finish() -> None:
     """Stop the loader processes after the training.
 
-    At its exit the interpreter would wait for them, or kill them, which torch reports as an error.
+    Otherwise the interpreter would wait for them at its exit, or kill them, which torch reports as an error.
     """
     for source in list(_sources):
         source.close()
 
 
 def install(loop: Loop) -> None:
-    """Wrap the seams that build the loop's loaders and that draw a data set's random numbers."""
+    """Wrap the functions that build the loop's loaders, check checkpoints, and draw a data set's random numbers."""
     loop.wrap("loader", _with_sources)
     loop.wrap("endless", _endless)
     resumed.install()
@@ -282,7 +296,7 @@ def install(loop: Loop) -> None:
 
 
 def _by_index(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Seed --fim-data by the number of the sample instead of using one generator for consecutive samples."""
+    """Seed the random numbers of --fim-data by the sample's number, so that they do not depend on earlier samples."""
 
     def _query_document_sample_shuffle_indices(self: Any, idx: int) -> Any:
         self.np_rng.seed([self.config.random_seed % 2**32, int(idx)])
@@ -306,7 +320,7 @@ def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Numbered(torch.utils.data.Dataset):
-    """The microbatches of a user's loader, indexed by their number in the run."""
+    """Dataset whose items are the microbatches of a user's loader, indexed by their number in the run."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -316,10 +330,11 @@ class _Numbered(torch.utils.data.Dataset):
 
 
 class Kept:
-    """The samples of --dataloader-type cyclic, in the order for the data-parallel ranks of the run's first launch.
+    """Order of samples with --dataloader-type cyclic, for the number of data-parallel ranks of the run's first launch.
 
-    The number of those ranks is an argument of Megatron (`resumed.SHUFFLED_FOR`), which a worker that joins later
-    receives with the state, after it has built its loaders.
+    The number of these ranks is read from Megatron's arguments (`resumed.SHUFFLED_FOR`) at each use: a worker that
+    joins later receives the number with the state, after it has built its loaders.  ``total``: samples of the data set.
+    ``size``: samples of a microbatch.  ``sharded``: see ``Shuffled``.
     """
 
     def __init__(self, total: int, size: int, *, sharded: bool) -> None:
@@ -334,20 +349,23 @@ class Kept:
         return self._order(self._size).samples(first)
 
     def is_between(self, consumed: int) -> bool:
-        """Return whether ``consumed`` samples end inside a microbatch, or inside a round if the size is unknown."""
+        """Return whether the first ``consumed`` samples end inside a microbatch.
+
+        If the checkpoint's micro batch size is unknown: inside a round (one microbatch of every rank).
+        """
         order = self._order(self._size)
         return bool(consumed % self._size if resumed.knows() else consumed % order.epoch % order.round)
 
     def is_in_epoch(self, consumed: int) -> bool:
-        """Return whether ``consumed`` samples end inside an epoch."""
+        """Return whether the first ``consumed`` samples of the run end inside an epoch."""
         return bool(consumed % self._order(self._size).epoch)
 
     def is_of_others(self, consumed: int, size: int) -> bool:
-        """Return whether a run with microbatches of ``size`` differs from ours in the ``consumed`` samples it read."""
+        """Return whether a run with microbatches of ``size`` samples reads other samples as its first ``consumed``."""
         ours, theirs = both = self._order(self._size), self._order(size)
         if ours is theirs or not any(consumed % order.epoch for order in both):
             return False
-        # If all ranks shuffle the complete data set, the used part of it depends on the size of a microbatch.
+        # If all ranks shuffle the complete data set, the samples that an epoch uses depend on the size of a microbatch.
         return not self._sharded or ours.epoch != theirs.epoch or any(consumed % o.epoch % o.round for o in both)
 
 
@@ -356,20 +374,20 @@ def _only(batches: list[Batch]) -> Batch:
 
 
 def _external(loader: Any, consumed: int) -> Source:
-    """Return a source that reads a user's loader (--dataloader-type external) by microbatch number.
+    """Return a source that reads microbatches from a user's loader (--dataloader-type external).
 
-    Raises UserError for a loader without access by number.
+    Raises UserError if the loader cannot return a microbatch by its number.
     """
     args = get_args()
     flag = "--recover with --dataloader-type external"
     if not callable(getattr(loader, "microbatch", None)):
         raise UserError(
-            f"{flag} needs a loader with a method microbatch(number): {type(loader).__name__} only iterates over "
-            "batches, but a lost batch must be read again by its number in the run"
+            f"{flag} needs a loader with a method microbatch(number): {type(loader).__name__} has none, but after a "
+            "death lost microbatches must be read again by their numbers in the run"
         )
     size = args.micro_batch_size
     if getattr(args, "full_validation", False) or (getattr(args, "eval_micro_batch_size", None) or size) != size:
-        raise UserError(f"{flag} cannot be combined with --full-validation or another --eval-micro-batch-size")
+        raise UserError(f"{flag} needs --eval-micro-batch-size equal to --micro-batch-size, and no --full-validation")
     if consumed % size:
         raise UserError(
             f"{flag}: {consumed} consumed samples are not a multiple of the micro batch size {size}: use the "
@@ -394,7 +412,7 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
     if type(dataset).__name__ == "RandomSeedDataset":
         raise UserError(
             "--recover cannot be combined with Megatron's RandomSeedDataset: its random numbers for a sample depend on "
-            "the epoch of its loader, and here a loader prefetches into the next epoch"
+            "the loader's epoch, but with --recover the loader already prefetches samples of the next epoch"
         )
     if not getattr(args, resumed.SHUFFLED_FOR, 0):
         setattr(args, resumed.SHUFFLED_FOR, args.data_parallel_size)
@@ -403,7 +421,8 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
         consumed
     ):
         raise UserError(
-            f"--dataloader-type cyclic: the checkpoint is in the middle of an epoch ({consumed} samples) of a run "
+            f"--dataloader-type cyclic: the checkpoint was written in the middle of an epoch ({consumed} samples), "
+            "by a run "
             + ("without --no-data-sharding: remove the flag" if theirs else "with --no-data-sharding: add the flag")
             + ", otherwise samples of this epoch would be read again"
         )

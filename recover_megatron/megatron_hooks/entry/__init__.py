@@ -1,1 +1,1 @@
-"""Start of a training program: versions, flags, script, and the installation of all hooks."""
+"""Start of a training program: checks of versions and flags, choice of the script, installation of all hooks."""

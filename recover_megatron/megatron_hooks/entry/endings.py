@@ -1,4 +1,4 @@
-"""Check of how Megatron's pretrain() ended: the training is over, or only this worker has exited early."""
+"""Check after Megatron's pretrain() has ended: the training is over, or only this worker has exited early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from recover_megatron.integrate import Loop
 
 HANDLERS = {"_graceful_shutdown", "check_adlr_autoresume_termination", "setup_model_and_optimizer"}
-"""Functions of ``megatron.training`` that call sys.exit() because a signal, the scheduler or the user asked for it."""
+"""Functions of ``megatron.training`` that call sys.exit() because a signal, the scheduler or a flag requested it."""
 
 NO_DATA = "Megatron has trained nothing: its training data set is empty (check the data sets and --split)"
 
@@ -18,18 +18,16 @@ class EndedEarly(Exception):
 
 
 def check_exit_was_asked_for(exit_: SystemExit, loop: Loop) -> None:
-    """Raise ``EndedEarly`` unless the training is over, which depends on the function that called sys.exit().
+    """Raise ``EndedEarly`` unless the training is over, judged by the function that called sys.exit().
 
-    train()                              over: --exit-interval, --exit-duration-in-mins or a signal requested it
+    train()                              over: --exit-interval, --exit-duration-in-mins or a signal requested the exit
     a handler of Megatron                over: a signal or the scheduler requested the exit
-    setup_model_and_optimizer()          over: it has only converted a checkpoint (--ckpt-convert-format)
+    setup_model_and_optimizer()          over: the program has only converted a checkpoint (--ckpt-convert-format)
     any other function                   not over: a checkpoint is missing or incomplete, or the user's code exited
-
-    (If pretrain() returns without calling train(), the training is not over either: there was no data.)
     """
     found = list(traceback.walk_tb(exit_.__traceback__))
     if len(found) > 1 and found[-1][0].f_globals.get("__name__") == "_sitebuiltins":
-        found.pop()  # the frame of exit() itself
+        found.pop()  # the frame of Python's exit()
     frame, line = found[-1]
     code, module = frame.f_code, str(frame.f_globals.get("__name__"))
     if code in (inspect.unwrap(getattr(seam.owner(), seam.name)).__code__ for seam in loop.seams["train"]):

@@ -1,20 +1,20 @@
 """Assembly of --recover in one worker: the hooks installed before Megatron starts, and the exit of the worker.
 
-install()   the seams (groups, data, training)                     raises UserError for an unknown Megatron
-run(call)   calls Megatron's pretrain(); the way in which it ends decides what this worker does:
+install()   wraps the functions of Megatron (groups, data, training); raises UserError for an unknown Megatron
+run(call)   calls Megatron's pretrain().  The way in which pretrain() ends decides what this worker does:
 
-    it returns, or exits with 0     the training is over: leave in order (unless it never began: `endings`)
-    Orphaned, or the replica's      this worker is a spare until the run ends (inside the training: until it has a place
-      communication failed            again, see `training`)
-    OtherPosition                   another position needs this spare: Megatron's state is dropped, and pretrain() is
-                                    called again for that position, without other workers
-    NoReplica, StateLost,           the run has ended, each with a different exit code
+    returns, or exits with 0        the training is over, and the worker leaves (`endings`: an early exit is an error)
+    Orphaned, or the replica's      outside train() the worker is a spare until the run ends (inside train(), `training`
+      communication failed            catches the error, and the worker waits for another place)
+    OtherPosition                   the run needs this spare in another position: the worker drops its model and calls
+                                      pretrain() again for that position, without other workers
+    NoReplica, StateLost,           the run has ended; each of these errors has its own exit code
       CoordinatorLost, RunOver
     Fenced                          this worker was evicted: exit code 13
-    any other exception             a fault of this worker: its traceback goes to its log and to the coordinator.  After
-                                      a CUDA error, of an orphan too, the process exits within seconds
+    any other exception             a fault of this worker: the traceback goes to its log and to the coordinator.  After
+                                      a CUDA error, even of an orphan, the process exits within seconds
 
-A newcomer (a hot spare, a restarted or an added worker) begins as a spare that has built nothing.
+A newcomer (a hot spare, a restarted or an added worker) begins as a spare without a model.
 """
 
 from __future__ import annotations
@@ -98,22 +98,22 @@ NO_COORDINATOR = (
 )
 
 LAUNCHER_STOP_SECONDS = 4.0
-"""Seconds within which a launcher stops all workers if a worker is lost before the training has begun."""
+"""Seconds within which a launcher stops all its workers if any worker is lost before the training has begun."""
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
-"""Errors of one worker that another worker would not repeat on the same microbatch."""
+"""Types of errors that come from one worker: another worker would not repeat them on the same microbatch."""
 
 
 def survive(
     config: RecoverConfig, call: Callable[[], None], arguments: Callable[[], Any], loop: Loop = MEGATRON_LM
 ) -> None:
-    """Train with --recover to the end: ``FaultTolerance.install``, then ``FaultTolerance.run``."""
+    """Train to the end with --recover: call ``FaultTolerance.install``, then ``FaultTolerance.run``."""
     recover = FaultTolerance(config, loop)
     recover.install()
     recover.run(call, arguments)
 
 
 class FaultTolerance:
-    """Creates the recovery components of one worker, and maps every end of the worker to an exit code."""
+    """Creates the parts of --recover in one worker, and maps every way in which the worker ends to an exit code."""
 
     def __init__(self, config: RecoverConfig, loop: Loop = MEGATRON_LM) -> None:
         if config.coordinator is None or "RANK" not in os.environ:
@@ -147,12 +147,12 @@ class FaultTolerance:
         self._session = self._connect()
 
     def install(self) -> None:
-        """Wrap all seams; raises UserError if functions of this loop or of Megatron-Core have unknown signatures."""
+        """Wrap functions of the training loop and Megatron-Core; raises UserError if their signatures are unknown."""
         if reasons := [*self._loop.refusals(), *monkeypatch.misfits(monkeypatch.SEAMS)]:
             raise UserError(*reasons)
         if reasons := variables.refusals(os.environ):
             raise UserError("; ".join(reasons))
-        for line in variables.overrule(os.environ):  # if recover-run has not started this worker
+        for line in variables.overrule(os.environ):  # recover-run does this for the workers that it starts
             log.warning(line)
         torch.distributed.set_debug_level_from_env()
         if self._device.type == "cuda" and (against := torch_nccl.set_environment(self._config.hang_timeout)):
@@ -172,9 +172,10 @@ class FaultTolerance:
         has_hooks()
 
     def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
-        """Train to the end.  Returns if the training is over; otherwise exits the process or raises UserError.
+        """Train to the end and return; if the training ends in another way, exit the process or raise UserError.
 
-        ``call`` is Megatron's pretrain(); ``arguments`` parses its flags, for a worker that first waits for a place.
+        ``call``: calls Megatron's pretrain().  ``arguments``: parses Megatron's flags, which a newcomer needs while it
+        waits for a place.
         """
         try:
             self._train_wherever_wanted(call, arguments)
@@ -185,7 +186,7 @@ class FaultTolerance:
                 writers.finish()
                 self._progress_log.finish()
                 data.finish()
-            else:  # a signal requested the exit
+            else:  # a signal requested the exit before the training began
                 self._session.leave()
         except UserError:
             raise
@@ -205,7 +206,7 @@ class FaultTolerance:
             try:
                 call()
             except OtherPosition as other:
-                wanted = OtherPosition(other.position)  # without the frames, which hold the model
+                wanted = OtherPosition(other.position)  # without the traceback, whose frames hold the model
                 continue
             except SystemExit as exit_:
                 if exit_.code not in (0, None):
@@ -224,7 +225,7 @@ class FaultTolerance:
         self._training.manager.wait_for_place()
 
     def _build_for(self, position: int) -> None:
-        """Drop what this worker has built; the next pretrain() builds for ``position``, without other workers."""
+        """Drop this worker's model, and make the next pretrain() build one for ``position``, without other workers."""
         built = not self._newcomer or self._training.state is not None
         if built:
             self._training.forget()
@@ -250,7 +251,7 @@ class FaultTolerance:
             if error.told and error.by is None and error.code == EXIT_NO_REPLICA and not (started or self._newcomer):
                 self._wait_to_be_ended()
             self._end(error.code, f"the run ends for worker {self._me}: {error}")
-        # An orphan's main thread may raise any error, because the replica was broken first.
+        # After a loss in the replica, an orphan's main thread may raise any error.
         if manager is not None and self._training.state is not None and self._training.replica_broken(error):
             self._be_spare(manager, error)
         if broken := is_of_device(error):
@@ -280,7 +281,7 @@ class FaultTolerance:
                 phase=view.phase,
                 tried=view.tried,
                 own=is_own(error)
-                # The death of another worker has aborted this worker's kernels, or unmapped memory that they read.
+                # Another worker's death may cause a CUDA error: it aborts kernels, or unmaps memory that kernels read.
                 or (broken and (view.orphaned or self._session.revoked))
                 or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
             )
@@ -296,9 +297,10 @@ class FaultTolerance:
         _end(1, f"worker {self._me} exits after {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _wait_to_be_ended(self) -> None:
-        """Wait for the launcher's SIGTERM after a worker was lost before the training, which needs all workers.
+        """Wait for the launcher's SIGTERM, after a worker was lost before the training, which needs all workers.
 
-        One launcher logs the loss in one line, which messages of all workers that lost a connection would bury.
+        A launcher logs the loss in one line.  Messages of all workers that lost a connection would hide this line, so
+        this worker logs nothing.
         """
         try:
             self._session.wait_lost((), LAUNCHER_STOP_SECONDS)
@@ -309,7 +311,7 @@ class FaultTolerance:
     def _be_spare(self, manager: Manager, error: BaseException) -> NoReturn:
         reason = in_short(error)
         manager.leave(error)
-        # The traceback's frames hold tensors of the training, and connections whose closing other workers wait for.
+        # Drop the traceback: its frames hold tensors, and connections that other workers expect to be closed.
         error.__traceback__ = None
         self._groups.left(manager)
         log.info(f"worker {self._me} has lost its place ({reason}); it waits as a spare")
@@ -321,7 +323,7 @@ class FaultTolerance:
         raise AssertionError("a worker that cannot come back was given a place")
 
     def _end(self, code: int, message: str) -> NoReturn:
-        """Close the records and exit with the run.  A worker that exits alone leaves records to the next writer."""
+        """Close this worker's records of the run, and exit the process because the run ends."""
         self._records.close()
         _end(code, message)
 
@@ -336,7 +338,7 @@ class FaultTolerance:
             raise UserError(f"--recover: {error}") from None
 
     def _make_manager(self, args: Any, grid: LaunchGrid | None) -> Manager:
-        """Create the manager.  A newcomer passes ``args`` and ``grid``, because it has not built Megatron yet."""
+        """Create the manager.  A newcomer, which has not initialized Megatron yet, passes ``args`` and ``grid``."""
         config = self._config
         args, grid = args or get_args(), grid or self._groups.grid
         secret, host = find_secret(os.environ).key("ring"), _my_address()
@@ -367,7 +369,7 @@ class FaultTolerance:
             spread=spread,
             replaced=REPLACED_VARIABLE in os.environ,
             min_replicas=config.min_replicas,
-            # The number of shards that Megatron cuts the optimizer's state into, if its instances are the copies.
+            # Number of shards of the optimizer's state, if every optimizer instance of Megatron has a copy of each.
             shards=grid.launched // instances if spread and instances > 1 else 0,
             holders=1 + config.shadow_shards if instances == 1 else instances,
             placed=instances == 1,
@@ -379,9 +381,9 @@ class FaultTolerance:
 
 
 def _device() -> torch.device:
-    """Return this worker's device, with its index: in threads other than the main one the default is the first GPU.
+    """Return this worker's device, with its index, because in other threads torch's default is the first GPU.
 
-    Megatron chooses the same index; a newcomer needs it before Megatron does.
+    Megatron chooses the same index, but a newcomer needs the device before it initializes Megatron.
     """
     if hostdevice.is_active():
         return torch.device("cpu")
@@ -389,9 +391,10 @@ def _device() -> torch.device:
 
 
 def _my_address() -> str:
-    """Return this worker's address for other workers: from its launcher, else from its connection to the store.
+    """Return the address at which other workers reach this worker.
 
-    The launcher's address comes first because the store's host may be gone when a newcomer joins.
+    The launcher gives it in the environment.  Without a launcher it is this worker's end of a connection to the
+    rendezvous store, whose host may be lost when a newcomer joins.
     """
     if address := os.environ.get(HOST_VARIABLE):
         return address
@@ -401,7 +404,7 @@ def _my_address() -> str:
 
 
 def _end(code: int, message: str) -> NoReturn:
-    """Exit the process now: an orderly exit could wait forever for the process groups of dead workers."""
+    """Log ``message`` and exit with ``code``, without Python's cleanup, which could wait forever for dead workers."""
     log.info(message)
     sys.stdout.flush()
     os._exit(code)

@@ -1,7 +1,8 @@
-"""Checks of all flags before any process group is created: all refusals at once, each with its remedy.
+"""Checks of all flags before any process group is created; all refusals are reported together, each with its remedy.
 
-The checks find errors that Megatron would report late (missing data), unclearly (world size) or not at all (--recover
-would not be exact).  Megatron's own assertions are reported in the same form (``as_user_errors``).
+The checks find errors that Megatron would report late (missing data), unclearly (world size) or not at all (flags with
+which recovery would not be exact).  Errors that Megatron itself raises are reported in the same form
+(``as_user_errors``).
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ log = get_logger(__name__)
 
 
 def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -> Provider:
-    """Return an ``extra_args_provider`` for Megatron's parser: our flags, those of ``others``, and one-line errors.
+    """Return an ``extra_args_provider`` for Megatron's parser, which adds the flags of --recover and of ``others``.
 
-    It also changes defaults of Megatron that could not run: on the host device the fused kernels, and with --recover
-    the rerun machine, which replays complete steps.  A flag that the user gives takes precedence, unless
-    --recover implements it in another way (`refused`).  A flag that cannot run is refused.
+    The provider makes the parser report errors in one line, and changes two defaults of Megatron: on the host device
+    fused kernels are off, and with --recover the rerun machine, which replays complete steps, is off.  A flag that the
+    user gives takes precedence over these defaults, unless --recover implements it in another way (`refused`).
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for other in others:
             parser = other(parser)
-        if "--recover" not in parser._option_string_actions:  # a script with another loop may have added them
+        if "--recover" not in parser._option_string_actions:  # a script with another loop may have added the flags
             add_recover_arguments(parser)
         if hostdevice.is_active():
             _make_defaults(parser, hostdevice.host_defaults())
@@ -69,7 +70,7 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
             parser.set_defaults(rerun_mode="disabled")
 
         def error(message: str) -> NoReturn:
-            # argparse would print all of Megatron's thousand lines of usage first.
+            # argparse would print Megatron's usage, a thousand lines, before the message.
             raise UserError(_with_suggestions(message, parser))
 
         if config.enabled:
@@ -95,7 +96,7 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
 
 
 def _fix_help(parser: argparse.ArgumentParser) -> None:
-    """Escape help texts that argparse cannot expand: one bare "%" in Megatron's help makes --help fail."""
+    """Escape "%" in help texts that argparse cannot expand, since one such text of Megatron makes --help fail."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help and action.help is not argparse.SUPPRESS:
@@ -106,10 +107,10 @@ def _fix_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
-    """Make these flags the parser's defaults, as if every command line began with them."""
+    """Make ``flags`` the parser's defaults, as if every command line began with these flags."""
     ones: list[Any] = [*parser._actions, *parser._mutually_exclusive_groups]
     required = [option for option in ones if option.required]
-    for option in required:  # the script's required flags, for which there is no default
+    for option in required:  # parse ``flags`` without the script's required flags
         option.required = False
     given = parser.parse_args(flags)
     for option in required:
@@ -119,7 +120,7 @@ def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
 
 
 def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
-    """Return argparse's message; for an unknown flag, add the flags with similar names."""
+    """Return argparse's error ``message``; if a flag is unknown, with the names of similar flags."""
     prefix = "unrecognized arguments: "
     if not message.startswith(prefix):
         return f"{message} (all flags: --help)"
@@ -132,21 +133,21 @@ def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def as_user_errors(call: Callable[[], Any]) -> Any:
-    """Run a part of Megatron that checks flags; its assertions and other errors become UserErrors.
+    """Run ``call``, a part of Megatron that checks flags, and raise Megatron's errors as UserError.
 
-    Set RECOVER_TRACEBACK=1 to see the original traceback instead.
+    With RECOVER_TRACEBACK=1 in the environment the original error is raised.
     """
     try:
         return call()
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, FileNotFoundError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if "megatron" not in Path(last.filename).parts or traceback_wanted():
-            raise  # our own bug, or requested by the user
+            raise  # a bug of this package, or the user has requested the traceback
         raise UserError(_refusal(error, last)) from None
 
 
 def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
-    """Return Megatron's refusal in one line: its message, or the failed check if it has none."""
+    """Return Megatron's ``error`` as a refusal in one line; if the error has no message, with the failed check."""
     where = f"{Path(*Path(last.filename).parts[-3:])}:{last.lineno}"
     words = " ".join(str(error).split()) or f"failed check: {(last.line or '').removeprefix('assert').strip()}"
     return f"Megatron refuses these flags: {words} ({where}; RECOVER_TRACEBACK=1 shows the traceback)"
@@ -156,9 +157,10 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 
 
 def problems(args: argparse.Namespace, config: RecoverConfig, *, may_have_data: bool = False) -> list[str]:
-    """Return every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none found.
+    """Return every reason why a run with the flags ``args`` cannot start; empty if no reason is found.
 
-    ``may_have_data``: the script may read data that Megatron's flags do not name.
+    ``args``: parsed, but not validated by Megatron.  ``may_have_data``: True if the script may read data that
+    Megatron's flags do not name.
     """
     found = [
         *_layout(args),
@@ -221,15 +223,15 @@ def _layout(args: argparse.Namespace) -> list[str]:
 
 
 def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
-    """Refuse global batches that do not divide into microbatches for every data-parallel rank.
+    """Refuse global batches that are not divisible into microbatches for ``ranks`` data-parallel ranks.
 
-    If a run resumes with a batch size schedule, only train() knows which batches remain.
+    If a run resumes with a batch size schedule, `resumed` checks the next batch, and train() checks later batches.
     """
     return misfits(args, ranks, batches_to_come(args))
 
 
 def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
-    """Refuse missing data and tokenizer files (Megatron fails only after start-up, on some workers)."""
+    """Refuse missing data and tokenizer files, for which Megatron would fail only after the start, on some workers."""
     found = []
     sources = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "sft", "perform_rl_step")
     external = getattr(args, "dataloader_type", None) == "external"
@@ -260,7 +262,7 @@ def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
 
 
 def _evaluation(args: argparse.Namespace) -> list[str]:
-    """Refuse a missing --eval-interval: Megatron divides by it after it has built the model."""
+    """Refuse a missing --eval-interval, by which Megatron would divide after it has built the model."""
     if (
         getattr(args, "eval_interval", 1)
         or getattr(args, "full_validation", False)
@@ -268,14 +270,14 @@ def _evaluation(args: argparse.Namespace) -> list[str]:
     ):
         return []
     return [
-        "give --eval-interval N with N > 0 (and --eval-iters 0 for no evaluation): without it Megatron itself fails "
-        "when it counts its samples"
+        "give --eval-interval N with N > 0 (and --eval-iters 0 for no evaluation): without this flag Megatron fails "
+        "when it counts the samples of its evaluations"
     ]
 
 
 @functools.cache
 def _warn(line: str) -> None:
-    """Log ``line`` once, on rank 0: Megatron parses its flags more than once."""
+    """Log the warning ``line`` once, on rank 0; later calls, since Megatron parses its flags again, log nothing."""
     if os.environ.get("RANK", "0") == "0":
         log.warning(line)
 
@@ -301,16 +303,16 @@ def remarks(args: argparse.Namespace) -> list[str]:
 
 
 def _strictness(args: argparse.Namespace) -> list[str]:
-    """Refuse --dist-ckpt-strictness if it would prevent the load of the checkpoint in --load."""
+    """Refuse --dist-ckpt-strictness if Megatron could then not load the checkpoint in --load."""
     path = getattr(args, "load", None)
     return _unloadable(args) if path and (Path(path) / "latest_checkpointed_iteration.txt").exists() else []
 
 
 def _unloadable(args: argparse.Namespace) -> list[str]:
-    """Return a message if --dist-ckpt-strictness makes Megatron fail to load checkpoints of this torch.
+    """Return a message if Megatron would fail to load checkpoints of the installed torch with --dist-ckpt-strictness.
 
-    Megatron (0.18 to 0.20) creates a tensor for each key by ``torch.empty(size, **properties)``.  The properties that
-    torch 2.15 writes include ``strides``, which ``torch.empty`` does not accept.
+    With this flag Megatron (0.18 to 0.20) creates a tensor for each key by ``torch.empty(size, **properties)``.  The
+    properties that torch 2.15 writes include ``strides``, which ``torch.empty`` does not accept.
     """
     from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -320,13 +322,13 @@ def _unloadable(args: argparse.Namespace) -> list[str]:
         return []
     return [
         f"--dist-ckpt-strictness {given}: with torch {importlib.metadata.version('torch')} Megatron cannot load a "
-        "checkpoint with it (TypeError: empty() got an unexpected keyword argument 'strides'): remove the flag; the "
+        "checkpoint (TypeError: empty() got an unexpected keyword argument 'strides'): remove the flag; the "
         f"default is {default}"
     ]
 
 
 def _packages(args: argparse.Namespace) -> list[str]:
-    """Refuse flags that need a missing Python package, which Megatron would import only after the start."""
+    """Refuse flags that need a Python package that is not installed; Megatron would import it only after the start."""
     # package: (module, argument, values of the argument that need the package; empty: any value)
     wanted: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "emerging-optimizers": ("emerging_optimizers", "optimizer", EMERGING),
@@ -348,7 +350,7 @@ def _installed(module: str) -> bool:
 
 
 def _prefixes(blend: Sequence[str]) -> list[str]:
-    """Return the dataset prefixes of a blend (PREFIX ... or WEIGHT PREFIX ...); remote ones are left to Megatron."""
+    """Return the local dataset prefixes of ``blend`` (PREFIX ... or WEIGHT PREFIX ...), without URLs."""
     return [word for word in map(str, blend) if not _is_number(word) and "://" not in word]
 
 
@@ -373,7 +375,7 @@ def _device(args: argparse.Namespace) -> list[str]:
 
 
 def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Refuse a fault specification that cannot be parsed, or names workers that do not exist."""
+    """Refuse a --recover-inject that cannot be parsed, or that names workers that do not exist."""
     if config.inject is None:
         return []
     try:
@@ -389,10 +391,10 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Refuse folders that cannot be created or written, before the first iteration.
+    """Refuse folders that cannot be created or written.
 
-    To spare a shared file system, only one worker of each host tries the folders; if only rank 0 writes checkpoints,
-    only rank 0 tries the checkpoint folders.  Each worker tries its TMPDIR, which the checkpoint writers use.
+    To spare a shared file system, only one worker of each host tries to write; if only rank 0 will write checkpoints,
+    only rank 0 tries the checkpoint folders.  Each worker tries its TMPDIR, which its checkpoint writer uses.
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     wanted = {"--recover-log-dir": config.log_dir if config.enabled and first_here else None}
@@ -408,7 +410,7 @@ def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def _sockets() -> list[str]:
-    """Return why multiprocessing cannot open a socket below TMPDIR, as the manager of the checkpoint writers must."""
+    """Return why multiprocessing cannot open a socket in TMPDIR for the checkpoint writers; empty if it can."""
     try:
         with tempfile.TemporaryDirectory(prefix="pymp-") as folder, socket.socket(socket.AF_UNIX) as tried:
             tried.bind(f"{folder}/listener-12345678")
@@ -416,14 +418,14 @@ def _sockets() -> list[str]:
     except OSError as error:
         why = error.strerror or error
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as tried:
-        tried.bind(path := arbitrary_address("AF_UNIX"))  # a later Python may choose a shorter path
+        tried.bind(path := arbitrary_address("AF_UNIX"))  # a later Python may use a shorter path than the one above
         os.unlink(path)
         return []
     return [
-        f"TMPDIR {tempfile.gettempdir()}: {why}: the processes that write a checkpoint use sockets in folders "
-        "there, whose paths are limited to 107 bytes: set TMPDIR to a short path on a disk of this host"
+        f"TMPDIR {tempfile.gettempdir()}: {why}: the processes that write a checkpoint create sockets in this folder, "
+        "and a socket's path is limited to 107 bytes: set TMPDIR to a short path on a disk of this host"
     ]
 
 
 SAVES = ("save", "non_persistent_global_ckpt_dir")
-"""Megatron's arguments that name a folder to which nothing is written before the first checkpoint."""
+"""Names of Megatron's arguments with folders to which Megatron writes nothing before the first checkpoint."""

@@ -1,8 +1,8 @@
-"""The parts of a GPT pre-training script, for the Megatron-Core wheel (0.19), which has no script.
+"""The functions of a GPT pre-training script, for the Megatron-Core wheel (0.19), which has no script.
 
-A Megatron-LM checkout has them in its pretrain_gpt.py, and `program` uses that file if it exists.  This module gives
-Megatron's pretrain() the same five parts: the batch, the loss, the forward step, the datasets, and the ranks
-that hold an embedding; tests/megatron_hooks/test_parity.py compares them with the checkout's, bitwise.
+If Megatron is a checkout, `program` uses the checkout's pretrain_gpt.py instead.  This module gives Megatron's
+pretrain() the same five parts as that script: the batch, the loss, the forward step, the datasets, and the ranks that
+have an embedding.  tests/megatron_hooks/test_parity.py compares their results with the checkout's, bitwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 SPIKE = 10
-"""A loss above this many times the largest one seen counts as a spike (--check-for-spiky-loss)."""
+"""Factor: a loss above the largest earlier loss times this factor is a spike (--check-for-spiky-loss)."""
 
 FIELDS = (
     "tokens",
@@ -49,7 +49,7 @@ FIELDS = (
     "local_cp_size",
     "hybrid_cp_group",
 )
-"""Fields of a batch; a field that a worker's pipeline stage or flags do not use is None."""
+"""Names of a batch's fields.  A field is None if this worker's pipeline stage or its flags do not use it."""
 
 Batch = dict[str, Any]
 
@@ -60,13 +60,13 @@ stimer = StragglerDetector()
 
 
 def _predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Return whether this worker has multi-token-prediction layers; they need a batch, as the first and last stage."""
+    """Return whether this worker has multi-token-prediction layers, which need a batch on every pipeline stage."""
     return _stage_predicts_further_tokens(mpu.get_pipeline_model_parallel_rank(), vp_stage)
 
 
 @cache
 def _stage_predicts_further_tokens(stage: int, vp_stage: int | None) -> bool:
-    """Return whether ``stage`` has multi-token-prediction layers; cached by stage: a worker's stage may change."""
+    """Return whether pipeline stage ``stage`` has multi-token-prediction layers; cached for each stage."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -81,7 +81,10 @@ def _needs_tokens(vp_stage: int | None) -> bool:
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """Return this worker's part of the next microbatch: tensor rank 0 reads, TP broadcasts, CP ranks take slices."""
+    """Return this worker's part of the next microbatch.
+
+    Tensor rank 0 reads the microbatch and broadcasts it to the other tensor ranks; each context rank uses a slice.
+    """
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
     batch: Batch = dict.fromkeys(FIELDS)
@@ -114,7 +117,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
     batch = flatten_batch_for_packed_sequences(batch)
 
     if not _needs_tokens(vp_stage):
-        # A middle stage of a packed run: attention there needs the sequence borders and nothing else.
+        # On a middle stage of a run with packed sequences only attention uses the batch: it needs the borders.
         borders = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
         return {name: batch[name] if name in borders else None for name in FIELDS}
     return get_batch_on_this_cp_rank(
@@ -154,7 +157,10 @@ def _packed_sequences(batch: Batch) -> PackedSeqParams | None:
 
 @cache
 def _distillation_loss() -> Callable[..., Any]:
-    """Return the loss against a teacher's stored logits (--logits-load-dir); opens the reader once per process."""
+    """Return the function that computes the loss against a teacher's stored logits (--logits-load-dir).
+
+    Cached, so that the reader of the logits is opened once per process.
+    """
     from megatron.training.distillation import LossFuncCallable
 
     args = get_args()
@@ -169,10 +175,10 @@ def _distillation_loss() -> Callable[..., Any]:
 
 
 def _check_loss(loss: torch.Tensor) -> None:
-    """Report a NaN or infinite loss (fatal) or a spike (not fatal) to Megatron's rerun machine, if requested."""
+    """Report a NaN or infinite loss (fatal) or a spike (not fatal) to Megatron's rerun machine, if flags request it."""
     args = get_args()
     machine = get_rerun_state_machine()
-    # The forward pass is deterministic: a rerun must give the same number, hence the tolerance of 0.
+    # The tolerance is 0, because the forward pass is deterministic and a rerun must give the same number.
     report = partial(machine.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
         report(rejection_func=torch.isnan, message="found NaN in local forward loss calculation", fatal=True)
@@ -209,8 +215,8 @@ def loss_func(
 def forward_step(data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False) -> Any:
     """Run one microbatch forward.
 
-    Returns what Megatron's schedules expect: the output (with --overlap-moe-expert-parallel-comm the schedule plan)
-    and the function that computes the loss from it on the last stage.
+    Returns (output, function that computes the loss from the output on the last stage), as Megatron's schedules expect.
+    With --overlap-moe-expert-parallel-comm the output is a schedule plan.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -292,14 +298,14 @@ def _dataset_type(args: Any) -> type:
 
 
 def train_valid_test_datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build the datasets (train, validation, test) of the given numbers of samples.
+    """Return the datasets (train, validation, test) with the given numbers of samples.
 
-    Every worker calls it; a worker whose stage reads no batch gets (None, None, None).
+    Every worker calls this function; a worker whose stage reads no batch gets (None, None, None).
     """
     args = get_args()
 
     def reads_batches() -> bool:
-        # Packed runs (--sft): every stage needs the sequence borders.
+        # With packed sequences (--sft) every stage needs the sequence borders.
         return mpu.get_tensor_model_parallel_rank() == 0 and (args.sft or _needs_tokens(vp_stage))
 
     print_rank_0("> building train, validation, and test datasets for GPT ...")
@@ -312,7 +318,11 @@ train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-de
 
 
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Return a pipeline's ranks that hold a word embedding: the first, a tied output layer's, and MTP's ranks."""
+    """Return the ranks of a pipeline that have a word embedding.
+
+    These are the first rank, the last if its output layer is tied to the embedding, and ranks with multi-token
+    prediction.
+    """
     holders = {pp_ranks[0]}
     if len(pp_ranks) > 1:
         args = get_args()

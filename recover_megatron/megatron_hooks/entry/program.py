@@ -1,11 +1,11 @@
-"""The training program: Megatron's pretrain(), with the parts of its GPT script.
+"""The training program: Megatron's pretrain(), with the functions of a GPT script.
 
-    load        find Megatron, choose the device, import
-    check       parse the flags, refuse what cannot run             (before any process group is made)
-    run         install hooks if --recover, call pretrain()
+    load        finds Megatron, chooses the device, and imports all modules
+    check       parses the flags, and refuses flags that cannot run, before any process group is created
+    run         installs the hooks with --recover, and calls pretrain()
 
 If Megatron is a checkout, the program uses the functions of the checkout's pretrain_gpt.py.  The wheel of 0.19 has
-no such script, so `gpt_script` replaces it.  Megatron's pretrain() takes a model provider in 0.18, not in 0.19.
+no such script, so `gpt_script` replaces it.  Megatron's pretrain() has a parameter for the model provider only in 0.18.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Program:
     script: ModuleType
     config: RecoverConfig
     loaded_at: float
-    """Start of loading, in seconds since 1970: Megatron's log measures start-up from it."""
+    """Time at which loading began, in seconds since 1970; Megatron's log measures the start-up from this time."""
 
     @property
     def _options(self) -> flags.Provider:
-        """Return the provider of the flags that are not Megatron's own."""
+        """Return the provider that adds the flags of --recover and of the script to Megatron's parser."""
         others = [self.script.add_modelopt_args] if getattr(self.script, "has_nvidia_modelopt", False) else []
         return flags.arguments_provider(self.config, others)
 
@@ -70,7 +70,7 @@ class Program:
         return parsed
 
     def run(self) -> None:
-        """Train to the end.  Raises UserError for problems that only hooks in Megatron can find before the start."""
+        """Train to the end.  Raises UserError for problems that are found only when Megatron is initialized."""
         from megatron.training import inprocess_restart, print_rank_0, set_startup_timestamps, training
 
         _print_versions(self.megatron, print_rank_0)
@@ -104,7 +104,7 @@ class Program:
             ) from None
 
     def _call(self, pretrain: Callable[..., None], **options: Any) -> None:
-        """Call pretrain() with the signature of this version."""
+        """Call pretrain() with the parameters that this version of Megatron expects."""
         from megatron.core.enums import ModelType
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args
@@ -126,7 +126,7 @@ class Program:
         )
 
     def _model_config(self, args: argparse.Namespace) -> Any:
-        """Return the model's configuration; ModelOpt, which only a checkout can have, uses its own class."""
+        """Return the model's configuration; with ModelOpt (only in a checkout) an instance of ModelOpt's class."""
         from megatron.training.argument_utils import gpt_config_from_args
 
         if getattr(self.script, "has_nvidia_modelopt", False):
@@ -137,9 +137,9 @@ class Program:
 
 
 def validated(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of parsed arguments as validated by Megatron, with its defaults; unchanged with ``--yaml-cfg``.
+    """Return a copy of the parsed arguments ``args`` that Megatron has validated; with ``--yaml-cfg`` return ``args``.
 
-    The validation prints nothing, because pretrain() validates and prints again.
+    Megatron's output is dropped, because pretrain() validates and prints again.
     """
     from megatron.training import arguments
 
@@ -153,10 +153,10 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def with_checkpoint_args(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of parsed arguments with those that --use-checkpoint-args reads from the checkpoint.
+    """Return a copy of the parsed arguments ``args`` with those that --use-checkpoint-args reads from a checkpoint.
 
-    Returns the arguments unchanged without the flag, or without a checkpoint.  Prints nothing, because Megatron reads
-    them again before it validates.  Raises UserError if Megatron refuses, or would print why and exit with status 0.
+    Without that flag return ``args``.  Megatron's output is dropped, because Megatron reads the values again before it
+    validates.  Raises UserError if no checkpoint is given, or if Megatron refuses it or exits.
     """
     if not getattr(args, "use_checkpoint_args", False):
         return args
@@ -176,17 +176,17 @@ def with_checkpoint_args(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def load(config: RecoverConfig) -> Program:
-    """Find Megatron, choose the device, import all modules of a run.
+    """Find Megatron, choose the device, and import all modules of a run.
 
-    Starts no thread, opens no device and no connection, so the process may fork afterwards.  Raises UserError for a
-    missing or unsupported Megatron, or a missing device.
+    The process may fork afterwards, because loading starts no thread and opens no device and no connection.  Raises
+    UserError if Megatron is missing or unsupported, or if the device is missing.
     """
     global _in_charge
     _in_charge = True
     loaded_at = time.time()
     megatron = find_megatron()
     if os.environ.get("RANK", "0") != "0":
-        # As Megatron's script does: only rank 0 prints these warnings.
+        # Only rank 0 prints these warnings, as in Megatron's script.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
     choose_device(config)
@@ -197,15 +197,15 @@ _in_charge = False
 
 
 def is_in_charge() -> bool:
-    """Return whether this process trains through `load` and run(): code patched into its Megatron then does nothing."""
+    """Return whether this process trains through ``load`` and ``Program.run``; `patched` then does nothing."""
     return _in_charge
 
 
 def choose_device(config: RecoverConfig, within: str | None = None) -> None:
-    """Make Megatron, which must not be imported yet, run on a GPU or on the host.
+    """Make Megatron run on a GPU or on the host; call this function before Megatron is imported.
 
-    A process that a worker has spawned needs only this call (Megatron's checkpoint writer imports Megatron again).
-    ``within``: see ``hostdevice.activate``.  Raises UserError for a missing device.
+    A process that a worker spawns, such as Megatron's checkpoint writer, must call it, too.  ``within``: see
+    ``hostdevice.activate``.  Raises UserError if the device is missing.
     """
     try:
         if hostdevice.wanted(config.device):
@@ -217,7 +217,7 @@ def choose_device(config: RecoverConfig, within: str | None = None) -> None:
 
 
 def _import_all(megatron: Megatron) -> ModuleType:
-    """Import the script, and the modules that torch and Megatron would otherwise import during the training."""
+    """Import and return the script, and import modules that torch and Megatron would import during the training."""
     name = SCRIPT if megatron.has_script else "recover_megatron.megatron_hooks.entry.gpt_script"
     late = ("torch._dynamo", "megatron.training.training", "megatron.training.checkpointing")
     try:

@@ -1,1 +1,1 @@
-"""Gradients, from the backward pass to the bucket that is summed; and the maxima that scale 8-bit numbers."""
+"""Gradients from the backward pass to the summed bucket, and the maxima by which 8-bit numbers are scaled."""

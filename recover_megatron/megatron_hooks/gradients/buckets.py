@@ -1,16 +1,16 @@
-"""Gradient buckets: Megatron hands each bucket to the step, instead of summing it over the data-parallel ranks.
+"""Gradient buckets: the step of --recover sums each of Megatron's buckets over the data-parallel ranks.
 
-register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  scaled, Gradients.ready: may be summed
-the schedule's end                                          (finalize is delayed: see trainer)
-another pass of the step: LOCAL segments are unscaled, lost microbatches are added to them, and they are scaled again
-the step is committed --finish_grad_sync-->  Megatron sees that the sum is done
+start_grad_sync      Megatron calls it when a bucket has all its gradients: they are scaled, and the step may sum them
+end of the schedule  Megatron's finalize function is delayed until the commit (see `trainer`)
+another pass         after a loss: LOCAL segments are unscaled, gradients of the lost microbatches are added to them,
+                     and they are scaled again
+finish_grad_sync     Megatron calls it after the commit: the bucket is marked as summed
 
 As in stock Megatron, gradients are scaled before the sum, because the sum is computed in their dtype and may overflow.
-An average (--ddp-average-in-collective) is also computed as a sum, scaled by the number of ranks at launch.
+An average (--ddp-average-in-collective) is also computed as a sum, of gradients divided by the ranks at launch.
 
-With the distributed optimizer the parameters of a bucket have the bucket's number.  The update gathers parameters
-(`sharded_optimizer`), so Megatron's calls that would gather do nothing, or, with --overlap-param-gather, wait for the
-pending gather.
+With the distributed optimizer the update of --recover gathers the parameters (`sharded_optimizer`).  Megatron's calls
+that would gather them do nothing, or, with --overlap-param-gather, wait for that gather.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from recover_megatron.workload.grid import Column, ring_order
 
 
 class Buckets:
-    """The bucket groups of this worker's model chunks, with the numbers of their buckets in ``self.gradients``.
+    """The buckets of this worker's model chunks, numbered as in ``self.gradients``.
 
-    ``shadows``: the number of other workers with a copy of each part of a distributed optimizer's state.
+    ``shadows``: number of other workers that hold a copy of each part of a distributed optimizer's state.
     """
 
     def __init__(self, model: Sequence[Any], manager: Manager, shadows: int) -> None:
         grid = manager.view.grid
         sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self.instances = int(getattr(model[0].ddp_config, "num_distributed_optimizer_instances", 1)) if sharded else 1
-        # The order of the backward pass: the last chunk first, and inside a chunk Megatron's order.
+        # In the order of the backward pass: the last chunk first, and inside a chunk Megatron's order.
         pairs = [
             (group, whole)
             for chunk in reversed(model)
@@ -53,14 +53,14 @@ class Buckets:
         self._number: dict[int, list[int]] = {}
         self._number_of_bucket: dict[int, int] = {}
         self.tail = ring_order(column_of(model[0].dp_cp_group), grid, self.instances)
-        """Column of the tail, the step's last sum: the column of the dense parameters."""
+        """Column over which the tail, the bucket summed last, is summed: the column of the dense parameters."""
         columns: dict[Column, Column] = {}
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
-        """(column, flat tensor) of each bucket, as in ``gradients``; empty without the distributed optimizer."""
+        """(column, flat tensor of the parameters) of each bucket; empty without the distributed optimizer."""
         self._whole: list[Any] = []
         self._factors: list[float] = []
-        """Factor of each bucket's gradients before the sum."""
+        """Factors by which the gradients of each bucket are multiplied before the sum."""
         for group, whole in pairs:
             summed_over = whole if sharded else group.data_parallel_group
             members = launched_of(summed_over)
@@ -77,56 +77,59 @@ class Buckets:
                     self.parameters.append((column, bucket.param_data.view(-1)))
         self._experts = model[0].expt_dp_group
         if sharded and get_model_config(model[0]).expert_model_parallel_size > 1:
-            # A stage without experts also receives the experts' norm, and has Megatron's optimizer for experts.
+            # A stage without experts also has Megatron's optimizer for experts, and takes part in the experts' norm.
             members = launched_of(self._experts)
             columns.setdefault(ring_order(column_of(self._experts), grid, self.instances), members)
         self.overlaps = sharded and bool(model[0].ddp_config.overlap_param_gather)
-        """True if a forward pass waits for each bucket's parameters before it uses them."""
+        """True with --overlap-param-gather: the forward pass waits for each bucket's parameters before it uses them."""
         self.overlap: Overlap | None = None
         self.shards: Shards | None = None
         if sharded:
             self.shards = manager.shards(columns, shadows, self.instances)
         self.gradients = Gradients(parts, self.shards)
         self.rings = tuple(dict.fromkeys([*self.gradients.columns, self.tail]))
-        """The columns over which a step sums."""
+        """The different columns over which a step sums its buckets and the tail."""
         self._parts = parts
         self.committed = False
         self._settled: set[int] = set()
 
     def knows(self, group: Any) -> bool:
-        """Return whether ``group`` is a bucket group of the model."""
+        """Return whether ``group`` is one of the bucket groups of this worker's model."""
         return id(group) in self._number
 
     def number(self, bucket: Any) -> int:
         return self._number_of_bucket[id(bucket)]
 
     def part(self, number: int) -> tuple[Column, int]:
-        """Return (column, number of elements) of a bucket."""
+        """Return (column, number of elements) of the bucket ``number``."""
         column, tensor = self._parts[number]
         return column, tensor.numel()
 
     def whole(self, optimizer: Any) -> Any:
-        """Return Megatron's process group of the column, over all instances, whose state ``optimizer`` updates."""
+        """Return Megatron's data-parallel group, over all optimizer instances, of the parameters of ``optimizer``."""
         buffers = optimizer.buffers
         return self._whole[self.number(buffers[0].buckets[0])] if buffers else self._experts
 
     def ready(self, group: Any) -> None:
-        """Mark the group's buckets complete, because they contain all gradients of this pass."""
+        """Scale the buckets of ``group``, which have all gradients of this pass, and allow the step to sum them."""
         self._settle(group)
         for number in self._number[id(group)]:
             self.gradients.ready(number)
 
     def need(self, group: Any) -> None:
-        """Wait until the last update has gathered the group's parameters; see ``Overlap.complete``."""
+        """Wait until the last update has gathered the parameters of bucket group ``group`` (``Overlap.complete``)."""
         if self.overlap is not None and self.overlap.pending:
             for number in self._number[id(group)]:
                 self.overlap.complete(number)
 
     def begin(self) -> None:
-        """Begin a step: Megatron has zeroed the gradients."""
+        """Begin a step; does nothing, because Megatron has zeroed the gradients."""
 
     def new_pass(self, *, again: bool) -> None:
-        """Begin a pass over the model.  ``again``: it is not the step's first pass, so LOCAL segments are unscaled."""
+        """Begin a forward and backward pass over the model.
+
+        ``again``: True if the step has already run a pass, whose LOCAL segments are then unscaled.
+        """
         for group in self._groups:
             group.per_param_grad_ready_counts = {}
             if again and id(group) in self._settled:
@@ -137,13 +140,13 @@ class Buckets:
         self._settled.clear()
 
     def settle(self) -> None:
-        """Finish the pass, so that every bucket holds the values to sum."""
+        """Finish the pass: scale the buckets for which Megatron has not called ``start_grad_sync``."""
         for group in self._groups:
             if id(group) not in self._settled:
                 self._settle(group)
 
     def _settle(self, group: Any) -> None:
-        """Copy gradients stored outside the buffer into it; check all gradients, if requested, and scale them."""
+        """Copy gradients of ``group`` that are outside the buffer into it, make Megatron's checks, and scale all."""
         self._settled.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):
@@ -153,13 +156,13 @@ class Buckets:
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         with torch.no_grad():
-            for bucket in group.buckets:  # the bucket's REDUCED segments have been saved
+            for bucket in group.buckets:  # REDUCED segments are scaled too, but they have been saved
                 factor = self._factors[self.number(bucket)]
                 if factor != 1.0:
                     bucket.grad_data *= factor
 
     def finish(self, group: Any) -> None:
-        """Mark the final sum of this group as complete for Megatron."""
+        """Mark the sum of the bucket group ``group`` as complete for Megatron."""
         if hasattr(group, "_copy_back_extra_main_grads"):
             group._copy_back_extra_main_grads()
         group.grad_reduce_finished = True
@@ -168,7 +171,7 @@ class Buckets:
 def install(known: Callable[[], Buckets | None]) -> None:
     """Wrap Megatron's methods of bucket groups; raises UserError if their signatures are unknown.
 
-    ``known``: returns the model's ``Buckets``, or None before they exist; other groups remain Megatron's.
+    ``known``: returns the model's ``Buckets``, or None before they exist.  Bucket groups of other models are unchanged.
     """
 
     def start_grad_sync(buckets: Buckets, group: Any, *unused: Any, **unused_too: Any) -> None:
@@ -187,7 +190,10 @@ def install(known: Callable[[], Buckets | None]) -> None:
         buckets.need(group)
 
     def of_ours(act: Callable[..., None], *, gathers: bool = False) -> Wrapper:
-        """Return a wrapper that calls ``act`` for the model's groups; ``gathers``: only with sharded parameters."""
+        """Return a wrapper that calls ``act`` instead of the original method for bucket groups of the model.
+
+        ``gathers``: replace the method only with the distributed optimizer.
+        """
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def method(self: Any, *args: Any, **kwargs: Any) -> None:

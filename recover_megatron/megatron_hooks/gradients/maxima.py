@@ -4,10 +4,9 @@
     ``Scales``            --fp8-recipe delayed: the largest value of each tensor that Transformer Engine rounds to 8
                           bits, from which it computes the scale
 
-The tail is a sum, and some parts of it may be final while workers sum the others again.  So each microbatch has
-separate numbers: the worker that ran it contributes them, and all workers receive them.  After the commit each worker
-computes the maximum over the complete batch.  Other passes through the layers do not count: an evaluation, a
-recomputation in the backward pass, an abandoned attempt.
+The tail can only be summed.  So it has separate numbers for each microbatch, to which only the worker that ran the
+microbatch contributes, and all workers receive them.  After the commit each worker computes the maximum over the
+complete batch.  Evaluations, recomputations in the backward pass and abandoned attempts do not count.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from recover_megatron.megatron_hooks.entry.refused import Adjusted, say, scales_
 
 
 class _Maxima:
-    """Values of a step's microbatches: a row of ``_width`` values for each microbatch that this worker has run."""
+    """Maxima of one step on this worker: a row of ``_width`` values for each microbatch that the worker has run."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -40,11 +39,11 @@ class _Maxima:
 
     @property
     def size(self) -> int:
-        """Length of the result of ``read`` in this step: the same for all workers of a column."""
+        """Length of the result of ``read`` in this step; the same on all workers of a column."""
         return self._total * self._width
 
     def begin(self, total: int) -> None:
-        """Begin a step of ``total`` microbatches over all replicas; drop the values of an unfinished step."""
+        """Begin a step of ``total`` microbatches over all replicas, and drop the values of the last step."""
         self._total = total
         self._rows = {}
 
@@ -54,15 +53,16 @@ class _Maxima:
         return self._rows[j]
 
     def _over(self, groups: Sequence[Any], ids: Sequence[int]) -> None:
-        """Reduce the rows of the microbatches ``ids`` to their maxima over these groups inside the replica.
+        """Replace the rows of the microbatches ``ids`` by their maxima over ``groups``, which are inside the replica.
 
-        All members call it together.  Context-parallel ranks run the same microbatches, so only the first keeps rows.
+        All members of the groups call this method together.  Context-parallel ranks run the same microbatches, so only
+        context-parallel rank 0 keeps the rows.
         """
         groups = [group for group in groups if group.size() > 1]
         if not self._rows or not groups:
             return
         whole = torch.stack([self._rows.pop(j) for j in ids])
-        # The maximum of NCCL and gloo drops a NaN: a second number for each value flags it.
+        # NCCL and gloo drop NaN from a maximum, so a second number for each value is 1 if the value is NaN.
         both = torch.stack([whole, whole.isnan().to(whole.dtype)])
         for group in groups:
             torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -71,9 +71,9 @@ class _Maxima:
             self._rows.update(zip(ids, whole, strict=True))
 
     def read(self) -> torch.Tensor:
-        """Return the values by microbatch; zero for a microbatch that has no row on this worker.
+        """Return the rows of all microbatches, zeros for a microbatch that this worker has not run.
 
-        float64, flat (microbatch * width + number), on the host.
+        The result is float64, flat (microbatch * width + number) and on the host.
         """
         flat = torch.zeros(self._total, self._width, dtype=torch.float64)
         if self._rows:
@@ -81,20 +81,21 @@ class _Maxima:
         return flat.flatten()
 
     def _largest(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the maximum of each value over the batch, float32; ``whole``: the sum of ``read`` over a column."""
+        """Return each value's maximum over the batch (float32) from ``whole``, the sum of ``read`` over a column."""
         return whole.view(self._total, self._width).amax(dim=0).float()
 
 
 LOGIT_FLAGS = ("qk_clip", "log_max_attention_logit")
-"""Attributes of Megatron's arguments that enable ``AttentionLogits``."""
+"""Names of Megatron's arguments that enable ``AttentionLogits``."""
 
 
 class AttentionLogits(_Maxima):
-    """Largest attention logits of one worker's layers; none without ``LOGIT_FLAGS``.  ``args``: Megatron's arguments.
+    """Largest attention logits of one worker's layers, with one of ``LOGIT_FLAGS``.  ``args``: Megatron's arguments.
 
     Megatron keeps a maximum per head over a worker's microbatches, and reduces it over all workers in the update
-    (``clip_qk``).  That would be too late here: the maxima of a lost replica, whose microbatches a committed step has
-    counted, would be missing.  An evaluation does not count (in Megatron it counts for the next step).
+    (``clip_qk``).  With --recover a replica may be lost between the commit and the update, and its maxima would be
+    missing.  So the maxima are exchanged before the commit.  An evaluation does not count; in stock Megatron it counts
+    for the next step.
     """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
@@ -117,8 +118,8 @@ class AttentionLogits(_Maxima):
     def begin_pass(self, chunk: int, j: int) -> None:
         """Begin the forward pass of microbatch ``j`` on chunk ``chunk`` of the model.
 
-        The backward pass of another microbatch may run concurrently and recompute layers.  The recomputed maxima then
-        count for ``j``, which is in the same batch.
+        A concurrent backward pass of another microbatch may recompute layers.  The recomputed maxima then count for
+        microbatch ``j``; the maximum over the batch is the same.
         """
         self.end_pass()
         for attention, _ in self._chunks[chunk]:
@@ -126,7 +127,7 @@ class AttentionLogits(_Maxima):
         self._pass = chunk, j
 
     def end_pass(self) -> None:
-        """End the current forward pass, if any."""
+        """End the current forward pass, if one has begun, and store its maxima."""
         if self._pass is None:
             return
         (chunk, j), self._pass = self._pass, None
@@ -136,25 +137,28 @@ class AttentionLogits(_Maxima):
                 self._row(j, -torch.inf, largest)[heads] = largest.detach().float()
 
     def ran(self, ids: Sequence[int]) -> None:
-        """Reduce the maxima of the microbatches ``ids``, which have run.  All context-parallel ranks must call it."""
+        """Reduce the maxima of ``ids``, the microbatches that have run, over the context-parallel ranks.
+
+        All context-parallel ranks must call this method.
+        """
         self.end_pass()
         self._over([parallel_state.get_context_parallel_group()], ids)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Store the maxima of the complete batch; ``whole``: the sum of ``read`` over a column."""
+        """Store the batch's maxima in the attention layers; ``whole``: the sum of ``read`` over a column."""
         if not self._width:
             return
         largest = self._largest(whole)
         for attention, heads in (layer for chunk in self._chunks for layer in chunk):
             logits = largest[heads]
-            # None: Megatron skips a layer without logits.
+            # None makes Megatron skip the layer, because no microbatch has passed it.
             attention.current_max_attn_logits = None if bool((logits == -torch.inf).all()) else logits.to("cuda")
 
 
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
-"""Transformer Engine's keys of a module's scales, and of the maxima from which they were computed."""
+"""Transformer Engine's keys, in a module's ``fp8_meta``, of the scales and the maxima of each pass."""
 FORGOTTEN = "global_fp8_buffer_pos_fwd_recompute"
-"""Key of a module's saved scales for a recomputation; invalid after ``reset``."""
+"""Transformer Engine's key of the scales that a module has saved for a recomputation; invalid after ``reset``."""
 
 ONCE_A_STEP = Adjusted(
     "--fp8-recipe delayed",
@@ -168,10 +172,11 @@ ONCE_A_STEP = Adjusted(
 
 @functools.cache
 def _engine() -> tuple[Any, Any, Callable[..., None]]:
-    """Return Transformer Engine, its manager of scales, and the manager's function that updates them.
+    """Return (Transformer Engine, its manager of scales, the manager's function that updates scales), and patch it.
 
-    From now on only that function updates scales, without a reduction over workers; Transformer Engine would reduce
-    and update after each pass of a microbatch.  Raises UserError if this Transformer Engine has unknown signatures.
+    Transformer Engine updates the scales after each pass of a microbatch, from maxima that it reduces over workers.
+    After the patch only the returned function updates scales, without a reduction.  Raises UserError if this
+    Transformer Engine has unknown signatures.
     """
     try:
         names = (
@@ -202,7 +207,10 @@ def _engine() -> tuple[Any, Any, Callable[..., None]]:
 
 @dataclass(frozen=True)
 class _Side:
-    """Tensors that a chunk rounds to 8 bits in the forward or backward pass.  ``at``: their slice of the values."""
+    """Tensors that a model chunk rounds to 8 bits, in either the forward or the backward pass.
+
+    ``key``: ``FORWARD`` or ``BACKWARD``.  ``at``: slice of a row of maxima that belongs to these tensors.
+    """
 
     key: str
     modules: tuple[Any, ...]
@@ -214,7 +222,7 @@ class _Side:
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """Views, one per module, of the memory to which the kernels write their maxima."""
+        """Views, one per module, of the memory to which Transformer Engine's kernels write the tensors' maxima."""
         return [state.amax_history[0] for state in self.states]
 
     def clear(self) -> None:
@@ -223,26 +231,26 @@ class _Side:
 
 
 class Scales(_Maxima):
-    """The 8-bit scales of one worker's layers; none without delayed scaling.  ``args``: Megatron's arguments.
+    """The 8-bit scales of one worker's layers with --fp8-recipe delayed.  ``args``: Megatron's arguments.
 
-    A scale is computed from the maxima of the last steps.  It does not change within a step, so a microbatch has the
-    same numbers wherever and however often it runs; each scale changes once, with the update, by the maximum of the
-    batch (``move``).  (Transformer Engine changes scales after each microbatch.)  So the scales are a function of
-    the steps, equal in a column and on all workers of a stage, and part of the training's state (``tensors``).
+    Transformer Engine would change the scales after each microbatch.  Here each scale changes once a step, in the
+    update (``move``), by the maximum over the complete batch.  So a microbatch gives the same numbers on every worker
+    and in every attempt.  The scales are equal on all workers of a stage and belong to the training state
+    (``tensors``).
 
-    ``microbatch`` is the context of a chunk's forward pass.  The chunk's backward pass begins when the gradient of its
-    output is computed (``watch``) and ends at the latest in ``ran``.
+    ``microbatch`` is the context of a chunk's forward pass.  The chunk's backward pass begins when the gradient of the
+    chunk's output is computed (``watch``), and ends with the next backward pass or in ``ran``.
     """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
         super().__init__()
         self._sides: list[tuple[_Side, _Side]] = []
         self._under_way: dict[int, int] = {}
-        """Chunk -> microbatch of its current or last backward pass."""
+        """Chunk -> microbatch of the chunk's backward pass, until the maxima of that pass are stored."""
         self._awaited: set[tuple[int, int]] = set()
-        """(chunk, microbatch) of backward passes that have not begun."""
+        """(chunk, microbatch) of the backward passes that must still begin in this step."""
         self._found: torch.Tensor | None = None
-        """Maxima of the batch between the commit and the update; otherwise None."""
+        """Maxima of the batch, from the commit until the update; None at other times."""
         if not scales_by_history(args):
             return
         say(ONCE_A_STEP)
@@ -251,7 +259,7 @@ class Scales(_Maxima):
         self._sides = [self._prepare(engine, manager, chunk) for chunk in model]
 
     def _prepare(self, engine: Any, manager: Any, chunk: torch.nn.Module) -> tuple[_Side, _Side]:
-        """Create a chunk's scales before its first forward pass, so that received scales can be loaded into them."""
+        """Create the scales of ``chunk`` before its first forward pass, so that received scales can be loaded."""
         gemms, config = {}, get_model_config(chunk)
         if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
             raise UserError("--fp8-recipe delayed with --recover needs attention in 16 bits (no FP8 attention)")
@@ -278,7 +286,7 @@ class Scales(_Maxima):
         self._under_way, self._awaited, self._found = {}, set(), None
         if self._sides:
             _, manager, _ = _engine()
-            # Layers take the scales for a recomputation from this FIFO, in which an aborted pass may have left entries.
+            # An aborted pass may have left entries in this FIFO, from which layers take the scales of a recomputation.
             for kept in getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer:
                 kept.clear()
 
@@ -292,7 +300,7 @@ class Scales(_Maxima):
             self._take(self._sides[chunk][0], j)
 
     def watch(self, chunk: int, j: int, output: Any) -> None:
-        """Note the ``output`` of chunk ``chunk`` for microbatch ``j``, whose gradient begins the backward pass."""
+        """Watch the ``output`` of chunk ``chunk`` for microbatch ``j``: its gradient starts the backward pass."""
         first = output[0] if isinstance(output, list) else output
         if self._sides and self._sides[chunk][1].modules and getattr(first, "requires_grad", False):
             self._awaited.add((chunk, j))
@@ -314,9 +322,10 @@ class Scales(_Maxima):
             self._row(j, 0.0, largest)[side.at] = largest
 
     def ran(self, ids: Sequence[int]) -> None:
-        """Reduce the maxima of the microbatches ``ids``, run forward and backward.  All workers of the stage call it.
+        """Reduce the maxima of ``ids``, the microbatches that have run, over the workers of the pipeline stage.
 
-        Tensor and context ranks have parts of a tensor; an expert has seen the tokens of all ranks of its group.
+        All workers of the stage call this method.  Tensor and context ranks see parts of a tensor; an expert sees
+        tokens of all ranks of its group.
         """
         for chunk in list(self._under_way):
             self._end_backward(chunk)
@@ -328,11 +337,11 @@ class Scales(_Maxima):
         self._over(groups, ids)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Keep the maxima of the complete batch for ``move``; ``whole``: the sum of ``read`` over a column."""
+        """Store the batch's maxima for ``move``; ``whole``: the sum of ``read`` over a column."""
         self._found = self._largest(whole) if self._width else None
 
     def move(self) -> None:
-        """Compute each scale's new value from the maxima of the batch, at the update.  Communicates with no worker."""
+        """Compute the new scales from the maxima of the batch.  Called in the update; does not communicate."""
         if self._found is None:
             return
         for side in (side for sides in self._sides for side in sides if side.modules):
@@ -346,9 +355,9 @@ class Scales(_Maxima):
     # ---- the scales in the state
 
     def tensors(self, *, whole: bool = False) -> Iterator[torch.Tensor]:
-        """Yield the live scales and histories in a fixed order; between two iterations a column has equal values.
+        """Yield the live scales and histories in a fixed order; between two iterations they are equal in a column.
 
-        Without ``whole`` the first row of each history is left out, because an evaluation writes to it.
+        ``whole``: False leaves out the first row of each history, because an evaluation writes to it.
         """
         for state in (state for sides in self._sides for side in sides for state in side.states):
             yield state.scale

@@ -1,20 +1,20 @@
 """Microbatches identified by their number: samples, random numbers, and the check that each is counted once.
 
-Microbatch j of the iteration that starts at ``consumed`` samples begins at consumed + j * size, and its samples are:
+Microbatch j of an iteration begins at sample first = consumed + j * size, where ``consumed`` is the number of samples
+that the run has consumed before this iteration.  Its samples are:
 
-    InOrder    --dataloader-type single: the samples from this number on
+    InOrder    --dataloader-type single: the samples first, first + 1, ...
     Shuffled   --dataloader-type cyclic: the samples that Megatron's shuffling sampler gives data-parallel rank
                j % ranks, epoch after epoch
-    ByNumber   --dataloader-type external: the samples that the user's loader returns for the number
-               (consumed + j * size) / size
+    ByNumber   --dataloader-type external: the samples that the user's loader returns for the number first / size
     InTurn     --full-validation: one sample for each rank in turn; after its last sample a rank begins again
 
-The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  A state's version counts
-the skipped iterations after its last step, which do not change the state: a worker that joins begins after them.
-steps.jsonl has no line for skipped iterations; the next line contains the number of them.
+The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  The skipped iterations
+that directly follow a step count in the version of the state after that step, so a worker that joins begins after them.
+steps.jsonl has no line for skipped iterations; the next line contains their number.
 
 Random numbers are a function of (seed, iteration, microbatch, position), never of the worker that runs the microbatch
-(``MicrobatchSeeds``); gradients are counted when they are added to the buffer (``Accumulated``).
+(``MicrobatchSeeds``).  Gradients are counted when they are added to the buffer (``Accumulated``).
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from recover_megatron.workload.assign import group_size
 
 
 class Accumulated:
-    """Counts the microbatches added to the gradient of each model chunk, since the start of the run.
+    """Counts, for each dense parameter, the microbatches whose gradients were added to the buffer.
 
-    The hooks that add gradients to the buffer count.  At least one dense parameter gets a gradient from every
-    microbatch, but others may not: a vision transformer may get none from a sample without an image.  If a parameter
-    gets several gradients in one call of Megatron's backward pass, they count once: modules with separate backward
-    passes may share it (--overlap-moe-expert-parallel-comm), or its layer may be used twice and recomputed.
+    The largest count of a model chunk is its number of microbatches: some parameters get no gradient from a microbatch,
+    such as a vision transformer's from a sample without an image, but at least one gets it.  Several gradients of a
+    parameter in one call of Megatron's backward pass count once: modules with separate backward passes may share the
+    parameter (--overlap-moe-expert-parallel-comm), or its layer may be used twice and recomputed.
     """
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-        """Chunk -> count of each dense parameter."""
+        """Model chunk -> microbatches counted for each dense parameter since the start of this worker."""
         self._call = 0
-        """Number of the current call of the backward pass."""
+        """Number of calls of Megatron's backward pass, including the current call."""
 
     def install(self) -> None:
-        """Wrap the seams; call it before the model is built."""
+        """Wrap Megatron's functions that make gradient hooks and run backward passes, before the model is built."""
         monkeypatch.wrap("DistributedDataParallel._make_backward_post_hook", self._counting)
         monkeypatch.wrap("backward_step", self._calling)
         monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._calling)
@@ -74,14 +74,15 @@ class Accumulated:
         return _make_backward_post_hook
 
     def watch(self, fsdp: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Count the gradients of a Megatron-FSDP chunk; call it after FSDP has registered its own hooks."""
+        """Count the gradients of a Megatron-FSDP chunk; call this after FSDP has registered its own hooks."""
         for param in parameters:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._counted(fsdp, param, lambda _: None))
 
     def _counted(self, chunk: Any, param: torch.nn.Parameter, add: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``add``, which adds a gradient of ``param``, so that it counts.  Experts are not counted, because some
-        microbatches give them no gradient."""
+        """Wrap ``add``, which adds a gradient of ``param`` to the buffer, so that the microbatch is counted.
+
+        Experts' parameters are not counted, because some microbatches give them no gradient."""
         if not getattr(param, "allreduce", True):
             return add
         counts = self._counts.setdefault(chunk, [])
@@ -98,13 +99,14 @@ class Accumulated:
         return count
 
     def counts(self, model: Sequence[Any]) -> list[list[int]]:
-        """Return counts per chunk and parameter; a chunk without trainable dense parameters has none."""
+        """Return, for each chunk, the counts of its trainable dense parameters; empty if the chunk has none."""
         return [list(self._counts.get(chunk, ())) for chunk in model]
 
     def check(self, model: Sequence[Any], before: Sequence[list[int]], microbatches: Sequence[int]) -> None:
-        """Raise WrongGradients unless each chunk has added exactly ``microbatches`` since ``before``.
+        """Raise WrongGradients unless each chunk has added the gradients of as many microbatches as expected.
 
-        Both lists have an entry per chunk.  Microbatches without a backward pass do not count (``has_gradient``).
+        ``before``: an earlier result of ``counts``.  ``microbatches``: for each chunk, the expected number since then;
+        microbatches without a backward pass do not count (``has_gradient``).
         """
         counts = zip(before, self.counts(model), microbatches, strict=True)
         for number, (old, new, wanted) in enumerate(counts):
@@ -114,9 +116,10 @@ class Accumulated:
 
 
 def has_gradient(output: Any) -> bool:
-    """Return whether Megatron runs a backward pass from this output of a forward step (``schedules.backward_step``).
+    """Return whether Megatron will run a backward pass from ``output``, the output of a forward step.
 
-    It does not if no trained parameter took part, for example if only a frozen language model processed text.
+    Megatron does not (``schedules.backward_step``) if no trained parameter took part in the forward step, for example
+    if only a frozen language model processed text.
     """
     first = output[0] if isinstance(output, list) else output
     return bool(getattr(first, "requires_grad", True))
@@ -125,9 +128,9 @@ def has_gradient(output: Any) -> bool:
 def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     """Return a context in which Megatron's schedule can run ``count`` microbatches through ``model`` (or its chunks).
 
-    The context sets a fitting group size for an interleaved pipeline; only the schedules read it, when a pass begins.
-    Microbatches pass a chunk of layers in the same order for any size, so the gradients are the same to the bit.
-    Raises ValueError if ``count`` is too small for an interleaved pipeline with this number of stages.
+    An interleaved pipeline runs microbatches in groups.  The context sets a group size that fits ``count``.  With any
+    group size the microbatches pass each chunk in the same order, so the gradients are equal to the bit.  Raises
+    ValueError if ``count`` is too small for an interleaved pipeline with this number of stages.
     """
     if not isinstance(model, list) or len(model) < 2:
         return nullcontext()
@@ -139,16 +142,16 @@ def grouped(model: Any, count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def whole_pass(model: Sequence[Any]) -> Iterator[None]:
-    """Context of a pass over these chunks; if an exception ends it, its leftovers are dropped.
+    """Context of a forward and backward pass over the chunks ``model``, which cleans up if an exception ends the pass.
 
-    With --delay-wgrad-compute Transformer Engine queues the inputs of a weight's gradient: the queues are emptied.
-    With --overlap-moe-expert-parallel-comm there is a second stream: the current stream waits for it.
+    With --delay-wgrad-compute Transformer Engine queues the inputs of weight gradients: the queues are emptied.  With
+    --overlap-moe-expert-parallel-comm Megatron uses a second stream: the current stream waits for that stream.
     """
     try:
         yield
     except BaseException:
         for module in (module for chunk in model for module in chunk.modules()):
-            # Fused operations are stored in tuples, so they are not submodules of the model.
+            # Fused operations are stored in tuples, so ``modules()`` does not yield them.
             fused = getattr(module, "_fused_ops", None) or getattr(module, "_fused_grouped_swiglu_ops", None) or ()
             for one in (module, *(inner for whole in fused for inner in whole.modules())):
                 queue = getattr(getattr(one, "wgrad_store", None), "context", None)
@@ -174,11 +177,10 @@ def mix(*numbers: int) -> int:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the seams for skipped batches (which are not read), for the random states in a checkpoint, and for random
-    numbers that are drawn once and kept.
+    """Wrap the functions that read skipped batches, save random states, or draw a bias once.
 
-    The saved random states have no effect (see ``MicrobatchSeeds``), but with ``--data-parallel-random-init`` a start
-    reads a state for each replica of the launch, so the states of lost replicas are filled in.
+    Saved random states have no effect with --recover (see ``MicrobatchSeeds``).  But with --data-parallel-random-init a
+    later start reads one state for each replica of the launch, so the states of lost replicas are filled in.
     """
     loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)
@@ -187,12 +189,12 @@ def install(loop: Loop) -> None:
 
 def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_rng_state(*args: Any, **kwargs: Any) -> Any:
-        # Megatron's list must have room for all gathered states, even if their number differs from the launch's.
+        # Megatron's list of gathered states must have the present number of ranks, instead of the launch's.
         with monkeypatch.replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=None):
             found = original(*args, **kwargs)
-        states = getattr(found, "data", found)  # wrapped in an object by formats that record its position
+        states = getattr(found, "data", found)  # some checkpoint formats wrap the states in an object
         if isinstance(states, dict):
-            (states,) = states.values()  # the states of this position
+            (states,) = states.values()  # the only entry: this worker's position
         if get_args().data_parallel_random_init:
             states += states[-1:] * (get_args().data_parallel_size - len(states))
         return found
@@ -201,9 +203,9 @@ def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Draw the bias that a router keeps for the run (--moe-router-force-biased below 0) from the seed and the layer.
+    """Draw a router's constant bias (--moe-router-force-biased below 0) from the seed and the layer's number.
 
-    Megatron draws it in the first forward pass of a process, so that it depends on the microbatch.
+    Megatron draws this bias in the first forward pass of a process, so that it depends on the first microbatch.
     """
 
     def apply_biased_logits(logits: torch.Tensor, std: float, layer_number: int | None = None) -> Any:
@@ -218,11 +220,11 @@ def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MicrobatchSeeds:
-    """Sets the random states before a forward pass.  ``device``: the model's device.
+    """Sets the states of all random number generators before a forward pass.  ``device``: the model's device.
 
-    As in Megatron, the default generator has the same seed on all tensor-parallel ranks of a stage.  The seeds of other
-    tracked generators contain the tensor, context and expert ranks, except those in ``SAME_ON_TENSOR_RANKS``.
-    Activation recomputation saves and restores states itself.
+    As in Megatron, the default generator has the same seed on all tensor-parallel ranks of a stage.  The seeds of
+    Megatron's tracked generators also depend on the tensor, context and expert ranks, except the generators in
+    ``SAME_ON_TENSOR_RANKS``.  Activation recomputation saves and restores the states itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -247,7 +249,7 @@ class MicrobatchSeeds:
         for number, name in enumerate(sorted(states)):
             own = (0,) if name in SAME_ON_TENSOR_RANKS else ranks
             seed = mix(base, number + 1, *own)
-            if isinstance(states[name], torch.Generator):  # Transformer Engine's; CUDA graphs keep a reference
+            if isinstance(states[name], torch.Generator):  # of Transformer Engine: CUDA graphs refer to it
                 states[name].manual_seed(seed)
                 continue
             self._scratch.manual_seed(seed)
@@ -255,27 +257,27 @@ class MicrobatchSeeds:
         tracker.set_states(states)
 
     def _seed_default(self, base: int) -> None:
-        # Not torch.manual_seed: for every unused kind of accelerator it records a traceback of this deep stack (to seed
-        # it on first use), which took longer than all other work per microbatch here.
+        # torch.manual_seed would record a traceback of this deep stack for each unused kind of accelerator, which took
+        # longer than all other work per microbatch in this class.
         torch.default_generator.manual_seed(base)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(base)
 
 
 class InOrder:
-    """The ``total`` samples of a data set in order; ``size``: samples per microbatch."""
+    """Order of samples by their numbers.  ``total``: samples of the data set; ``size``: samples of a microbatch."""
 
     def __init__(self, total: int, size: int) -> None:
         self._total = total
         self._size = size
 
     def samples(self, first: int) -> list[int] | None:
-        """Return the samples of the microbatch that begins at ``first``; None at the end of the data set."""
+        """Return the samples of the microbatch that begins at sample ``first``; None after the last microbatch."""
         return list(range(first, first + self._size)) if first + self._size <= self._total else None
 
 
 class ByNumber:
-    """Microbatches that a user's loader returns by their number in the run; ``size``: samples of each."""
+    """Order of a user's loader, which returns microbatches by their number in the run.  ``size``: samples of each."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -286,9 +288,10 @@ class ByNumber:
 
 
 class InTurn:
-    """The ``total`` samples of a data set, dealt one by one to the ``ranks`` of the launch; a microbatch is one sample.
+    """Order in which the samples of a data set are dealt one by one to the ranks of the launch.
 
-    A rank that has used all its samples starts again with the first of them.
+    A microbatch is one sample.  A rank that has used all its samples starts again with its first sample.  ``total``:
+    samples of the data set; ``ranks``: data-parallel ranks of the launch.
     """
 
     def __init__(self, total: int, ranks: int) -> None:
@@ -299,7 +302,7 @@ class InTurn:
 
     @property
     def rounds(self) -> int:
-        """Number of microbatches after which all ranks have used all their samples."""
+        """Number of microbatches per rank after which every rank has used all its samples."""
         return -(-self._total // self._ranks)
 
     def samples(self, first: int) -> list[int]:
@@ -310,12 +313,12 @@ class InTurn:
 
 
 class Shuffled:
-    """The ``total`` samples of a data set, reshuffled in each epoch, for the ``ranks`` of the launch.
+    """Order of Megatron's shuffling sampler, which shuffles the samples of a data set again in each epoch.
 
-    An epoch has the same number of microbatches, of ``size`` samples, for each rank; some samples may be left over.
-    ``sharded``: True if each rank shuffles a separate part (Megatron's default).  If all ranks shuffle the complete
-    data set, Megatron's sampler gives the leftover samples, if they are enough, to its first ranks, in place of their
-    first microbatch of the next epoch.
+    ``total``: samples of the data set; ``size``: samples of a microbatch; ``ranks``: data-parallel ranks.  In an epoch
+    each rank has the same number of microbatches, so some samples may be left over.  ``sharded``: True if each rank
+    shuffles a separate part (Megatron's default); False if all ranks shuffle the complete data set.  In that case a
+    rank's first microbatch of an epoch consists of left-over samples of the epoch before, if there are enough.
     """
 
     def __init__(self, total: int, size: int, ranks: int, *, sharded: bool) -> None:
@@ -323,7 +326,7 @@ class Shuffled:
         self._ranks = ranks
         self._sharded = sharded
         self.round = size * ranks
-        """Number of samples in one microbatch of every rank."""
+        """Number of samples in a round, which is one microbatch of every rank."""
         self.epoch = total // self.round * self.round
         """Number of samples that an epoch uses."""
         if not self.epoch:
@@ -353,13 +356,13 @@ class Shuffled:
 
 
 def to_skip() -> frozenset[int]:
-    """Return the iterations, from 1, that this run skips."""
+    """Return the numbers, from 1, of the iterations that this run skips (--iterations-to-skip)."""
     args = get_args()
     return frozenset(iteration for iteration in args.iterations_to_skip or () if iteration <= args.train_iters)
 
 
 def with_skipped(iteration: int, skipped: Iterable[int]) -> int:
-    """Return ``iteration`` plus the number of skipped iterations directly after it."""
+    """Return the last of the skipped iterations directly after ``iteration``, or ``iteration`` if none follows."""
     left_out = frozenset(skipped)
     while iteration + 1 in left_out:
         iteration += 1
@@ -367,7 +370,7 @@ def with_skipped(iteration: int, skipped: Iterable[int]) -> int:
 
 
 def skipped_before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
-    """Return the number of skipped iterations directly before ``iteration``, in a run that began after ``begun``."""
+    """Return the number of skipped iterations directly before ``iteration``, but after iteration ``begun``."""
     left_out = frozenset(skipped)
     found = 0
     while iteration - found - 1 > begun and iteration - found - 1 in left_out:
