@@ -1,12 +1,12 @@
-"""Measure how long it takes to plan new replicas from the orphans of broken ones, and how many result.
+"""Measure the time to plan new replicas from orphans of broken replicas, and the number of new replicas.
 
     python benchmarks/bench_assemble.py [--layouts 8x8 4x8] [--workers 1024 16384] [--per-node 8] [--dead 0.1]
 
-A launch grid has Megatron's order (the workers of a tensor group are neighbours; a stage of all replicas comes before
-the next stage); random workers of it die at once.  The first call of `assemble` forms replicas of orphans whose
-positions fit, and selects orphans that must change position; the second call, after these changes, forms the rest.
-Seconds are processor time; each number is the median of --repeat random draws; "possible" is the number of replicas
-that the live workers of the nodes allow.
+The launch grid has Megatron's order: the workers of a tensor group are neighbours, and a stage of all replicas comes
+before the next stage.  Random workers of the grid die at the same time.  The first call of `assemble` forms replicas
+of orphans whose positions fit, and selects orphans that must change their positions.  The second call, after these
+changes, forms more replicas.  Seconds are processor time.  Each number is the median of --repeat random draws.
+"possible" is the number of replicas that the live workers of the nodes allow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recover_megatron.workload import Candidate, Placement, Shape, assemble
 
 
 def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:
-    """Return the shape of a replica, and the workers of each replica by position."""
+    """Return (shape of a replica, grid); the grid lists each replica's workers by position."""
     replicas = workers // (tp * pp)
     shape = Shape(tp * pp, tuple(tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(pp)))
     grid = [[(stage * replicas + r) * tp + t for stage in range(pp) for t in range(tp)] for r in range(replicas)]
@@ -41,7 +41,7 @@ def timed(*arguments: Any) -> tuple[float, Placement]:
 
 
 def measure(tp: int, pp: int, workers: int, options: argparse.Namespace, seed: int) -> dict[str, float]:
-    """Draw the dead workers once; return the seconds of both calls, and the replicas after each."""
+    """Draw the dead workers once; return the seconds of both calls of `assemble`, and the replicas after each call."""
     shape, grid = launch(tp, pp, workers)
     dead = set(random.Random(seed).sample(range(workers), round(workers * options.dead)))
     whole = [r for r, members in enumerate(grid) if dead.isdisjoint(members)]

@@ -3,12 +3,13 @@
     python benchmarks/bench_balance.py --pace 0.1 --workers 4 --microbatches 32
     python benchmarks/bench_balance.py --simulate
 
-Four replicas of one worker each; a microbatch takes --pace seconds, on the slow replica twice as long (see
-timed_pretrain.py).  Three runs: all equally fast; one slow; one slow with --recover-balance.  The bound follows from
-the workers' total speed: n / (n - 1/2) times the iteration of equally fast workers, rounded to complete microbatches.
+There are four replicas of one worker each.  A microbatch takes --pace seconds, and twice as long on the slow replica
+(see timed_pretrain.py).  There are three runs: without a slow replica, with one, and with one and --recover-balance.
+The printed bound is the shortest possible iteration for the total speed of n workers: n / (n - 1/2) times the iteration
+without a slow replica, rounded up to complete microbatches.
 
---simulate: the controller alone (tests/workload/paces.py), with noisy measurements, 2 % of which are three times too
-long: how often quotas change, and the time of an iteration relative to the optimum for the true speeds.
+--simulate runs only the controller (tests/workload/paces.py), with noisy measurements; 2 % of them are three times too
+long.  It prints how often quotas change, and the time of an iteration relative to the optimum for the true speeds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from tests.workload.paces import Speeds, constant, simulate
 
 
 def measure(server: ForkServer, paces: list[float], options: argparse.Namespace, *flags: str) -> dict[str, Any]:
-    """Run once; return the median seconds of an iteration without the first ones, and the last quotas."""
+    """Train once; return the median seconds of an iteration, the last quotas, and the last loss.
+
+    The first --drop iterations are not counted.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
         argv = [*MODELS["toy"].argv, "--global-batch-size", str(options.microbatches), "--recover", *flags]
@@ -93,7 +97,7 @@ def main() -> None:
     for name, result in rows.items():
         shares = ", ".join(map(str, result["quotas"].values()))
         row(name, f"{result['seconds']:.3f}", f"{result['seconds'] / base:.3f}", shares, f"{result['loss']:.6f}")
-    print(f"\nbound for complete microbatches: {bound:.3f} times the iteration with all fast")
+    print(f"\nbound for complete microbatches: {bound:.3f} times the iteration without a slow replica")
     write(options, rows)
 
 

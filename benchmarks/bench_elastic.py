@@ -1,26 +1,26 @@
-"""Measure the cost of a library step: ElasticDataParallel against torch's DistributedDataParallel, in turns.
+"""Compare the time of a training step with ElasticDataParallel and with torch's DistributedDataParallel.
 
     python benchmarks/bench_elastic.py [--cases small-8 medium-1] [--json FILE]
 
-recover-run starts the workers, one compute thread each.  Every worker holds two copies of one model, each with its own
-AdamW: ElasticDataParallel trains one copy, the reference the other, on the same microbatches.  With two workers the
-reference is DistributedDataParallel with gloo, with ``no_sync()`` for all microbatches of a worker except the last, and
-with ``gradient_as_bucket_view``, which is faster here (--copies: without it); with one worker ("alone") it is a plain
-loop without communication.  Both sides take turns in the same processes, a block of steps each, and the first side
-alternates from block to block: other load on the machine slows both equally.
+recover-run starts the workers, with one compute thread each.  Every worker holds two copies of one model, each with an
+AdamW.  ElasticDataParallel trains one copy, and the reference trains the other copy on the same microbatches.  With two
+workers the reference is DistributedDataParallel with gloo.  It uses ``no_sync()`` for all microbatches of a worker
+except the last, and ``gradient_as_bucket_view``, which is faster here (not with --copies).  With one worker ("alone")
+the reference is a plain loop without communication.  The two sides take turns in the same processes, a block of steps
+each, so that other load on the machine slows both sides equally.
 
-Each pair of blocks gives one ratio of medians; the table has the median of the ratios with their quartiles, and
-likewise for the processor time of all workers.  The first pair is not counted: it runs without dropout, and the losses
-of both sides must be equal, which is asserted.  Afterwards the models use dropout, and only ElasticDataParallel seeds
+Each pair of blocks gives one ratio of medians.  The table has the median of the ratios with their quartiles, for the
+wall time and for the processor time of all workers.  The first pair is not counted: it runs without dropout, to assert
+that the losses of both sides are equal.  In later pairs the models use dropout, and only ElasticDataParallel seeds
 torch's random numbers before each microbatch.
 
     small       2,177 parameters: shows the cost of the library's own code
     medium      12.9 million parameters: shows the cost of the sums
     -8, -1      microbatches per worker and step
     -verified   the workers compare digests of their states after every step (``verify_interval=1``)
-    -unverified they never compare; the difference is printed in ms, and in ms per MiB of state
+    -unverified the workers never compare digests; the time of a comparison is printed, also per MiB of state
 
-The last two are skipped if ElasticDataParallel has no ``verify_interval``; the other cases use its default.
+If ElasticDataParallel has no ``verify_interval``, these two cases are skipped; all other cases use its default.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE
 
 SIDES = ("reference", "elastic")
 NEVER = 10**9
-"""Steps between two comparisons of the states."""
+"""Value of ``verify_interval`` with which the workers never compare their states."""
 BATCHES = 64
 """Number of different microbatches."""
 MOST_DIFFERENCE = 1e-3
@@ -64,16 +64,16 @@ HIDDEN = 512
 
 @dataclass(frozen=True)
 class Case:
-    """Case of the benchmark: a row of the table."""
+    """One configuration that is measured; a row of the table."""
 
     model: str
     workers: int
     microbatches: int
     """Microbatches per worker and step."""
     block: int
-    """Steps per turn."""
+    """Number of steps that one side runs before the other side continues."""
     verify: int | None = None
-    """``verify_interval``; None: the default."""
+    """Value of ElasticDataParallel's ``verify_interval``; None: its default."""
 
 
 CASES = {
@@ -90,7 +90,7 @@ VERIFIED, UNVERIFIED = "medium-1-verified", "medium-1-unverified"
 
 
 def build(name: str) -> tuple[Sequential, list[torch.Tensor]]:
-    """Return a model, the same in each call, and the inputs of its microbatches."""
+    """Return a model and the inputs of its microbatches; equal in each call with the same ``name``."""
     torch.manual_seed(1)
     if name == "small":
         model = Sequential(Linear(32, 64), Tanh(), Dropout(0.1), Linear(64, 1))
@@ -110,8 +110,8 @@ class Elastic:
         self.elastic = ElasticDataParallel(self.model, optimizer, microbatches=self._all, **options)
 
     def step(self, step: int) -> float:
-        """Return the loss of the step, the mean over all workers."""
-        del step  # ElasticDataParallel counts
+        """Run one step; return its loss, the mean over all workers."""
+        del step  # ElasticDataParallel counts the steps
         return self.elastic.step(self._microbatch).loss
 
     def _microbatch(self, step: int, j: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Elastic:
 
 
 class Reference:
-    """Copy of the model that DistributedDataParallel (with one worker: a plain loop) trains on this worker."""
+    """Copy of the model that DistributedDataParallel (or, with one worker, a plain loop) trains on this worker."""
 
     def __init__(self, case: Case, rank: int, in_place: bool = True) -> None:
         model, self._batches = build(case.model)
@@ -130,7 +130,7 @@ class Reference:
         self._share = range(rank, self._all, case.workers)
 
     def step(self, step: int) -> float:
-        """Return the loss of this worker's microbatches."""
+        """Run one step; return the mean loss of this worker's microbatches."""
         self._optimizer.zero_grad()
         total = torch.zeros(())
         for j in self._share:
@@ -146,7 +146,7 @@ class Reference:
 
 
 def blocks(case: Case, number: int, sides: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run ``number`` turns per side; yield for each turn the seconds by step, and processor seconds per step."""
+    """Run ``number`` turns per side; yield each turn's seconds of every step, processor seconds per step, and loss."""
     done = dict.fromkeys(sides, 0)
     for at in range(number):
         for name in list(sides)[:: 1 if at % 2 else -1]:
@@ -165,7 +165,7 @@ def blocks(case: Case, number: int, sides: dict[str, Any]) -> Iterator[dict[str,
 
 
 def work(case: Case, number: int, out: Path, in_place: bool) -> None:
-    """Train both copies in a worker of recover-run, and write the times of each block."""
+    """Train both copies of the model in this worker of recover-run, and write the times of each block to ``out``."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     if case.workers > 1:
@@ -182,7 +182,8 @@ def work(case: Case, number: int, out: Path, in_place: bool) -> None:
 
 
 def measure(name: str, options: Any) -> dict[str, Any]:
-    """Run a case; return by side the seconds of each step by block, processor seconds per step, and loss of block 0."""
+    """Run the case ``name``; return, by side, the seconds of each step by block, the processor seconds per step by
+    block, and the loss of block 0."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "recover_megatron.launch", "--elastic", "--log-dir", f"{folder}/logs"]
@@ -201,7 +202,7 @@ def measure(name: str, options: Any) -> dict[str, Any]:
         measured[side] = {
             "seconds": [block["seconds"] for block in blocks_[0]],
             "cpu": [sum(block["cpu"] for block in together) for together in zip(*blocks_, strict=True)],
-            # A worker of the reference has the loss of its own microbatches.
+            # In the reference each worker reports only the loss of its own microbatches.
             "loss": statistics.mean(item[0]["loss"] for item in blocks_),
         }
     difference = abs(measured["elastic"]["loss"] / measured["reference"]["loss"] - 1)
@@ -210,7 +211,7 @@ def measure(name: str, options: Any) -> dict[str, Any]:
 
 
 def added(measured: dict[str, Any]) -> float:
-    """Return the additional milliseconds of a library step over a reference step: the median of the pairs."""
+    """Return how many milliseconds longer ElasticDataParallel's step is than the reference's: the pairs' median."""
     pairs = [*zip(measured["elastic"]["seconds"], measured["reference"]["seconds"], strict=True)][WARM_UP:]
     return 1e3 * statistics.median(statistics.median(ours) - statistics.median(item) for ours, item in pairs)
 
@@ -218,10 +219,10 @@ def added(measured: dict[str, Any]) -> float:
 def main() -> None:
     parser = command_line(__doc__, timeout=1800)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--blocks", type=int, default=17, help="turns of each side")
+    parser.add_argument("--blocks", type=int, default=17, help="number of turns of each side")
     parser.add_argument("--block", type=int, default=0, help="steps per turn (0: the case's default)")
     parser.add_argument("--copies", action="store_true", help="DistributedDataParallel without gradient_as_bucket_view")
-    parser.add_argument("--out", type=Path, help="output folder of a worker")
+    parser.add_argument("--out", type=Path, help="folder for the results of a worker; only used internally")
     options = parser.parse_args()
     if COORDINATOR_VARIABLE in os.environ:
         item = CASES[options.cases[0]]

@@ -1,20 +1,21 @@
-"""Measure how long it takes to open an epoch: the group of all workers, and the rings of two columns.
+"""Measure the time to open an epoch: the group of all workers, and the rings of two columns.
 
     python benchmarks/bench_epochs.py --members 8 64 256 1024
 
-Members are simulated: each is a thread with its own peer store, in one of a few processes; their sockets are real, on
-loopback.  Every member is in every group (as with one worker per replica).  Two methods, in one run:
+Members are simulated workers: each is a thread with a peer store, in one of a few processes; their sockets are real, on
+the loopback.  Every member is in every group, as with one worker per replica.  Two methods are compared in one run:
 
     mesh   a gloo group of all members, then the rings sequentially: the old method
     tree   a tree of all members, then the rings concurrently: the current method
 
-*world* and *rings*: seconds until the slowest member has opened them.  *barrier*: the first barrier of all members.
-*connections*: of the group of all and of both rings, over all members; *most*: of one member.  Connections to peer
-stores, over which neighbours read addresses, are not counted: they are closed with the epoch.
+Columns of the table: "world" and "rings" are the seconds until the slowest member has opened the group of all members
+and the rings.  "barrier" is the time of the first barrier of all members.  "connections" is the number of connections
+of this group and both rings, over all members; "most" is the largest number of one member.  Connections to peer stores,
+over which neighbours read addresses, are not counted.
 
-Network latency and separate processors of the members are not simulated: the seconds grow with the members, since all
-share this machine's processors.  The mesh is opened only up to ``MOST_IN_A_MESH`` members, since gloo groups in one
-process would find each other's sockets; beyond that only its connections are computed.
+The members share this machine's processors, and network latency is not simulated, so the seconds grow with the number
+of members.  The mesh is opened only up to ``MOST_IN_A_MESH`` members, because gloo groups in one process would find
+each other's sockets.  For more members only the mesh's connections are computed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TIMEOUT = 600.0
 
 
 class Member:
-    """Simulated worker.  ``addresses``: addresses of all peer stores, by rank, when they are known."""
+    """Simulated worker.  ``addresses``: addresses of all members' peer stores, by rank; empty until they are known."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -59,7 +60,10 @@ class Member:
         self.addresses: list[str] = []
 
     def open(self, way: str, epoch: int, met: Callable[[], float]) -> dict[str, float]:
-        """Open all groups and close them again.  ``met``: waits for all members, and returns the time."""
+        """Open all groups by the method ``way``, close them again, and return the measurements of this member.
+
+        ``met``: function that waits for all members, and returns the time.
+        """
         token, size = CancelToken(epoch), len(self.addresses)
         began = met()
         group: Any
@@ -118,16 +122,16 @@ class Member:
 
 
 def opened(member: Member, way: str, epoch: int, met: Callable[[], float]) -> dict[str, float]:
-    """Call ``Member.open``; exit the process if it fails, so that the others do not wait."""
+    """Call ``Member.open``; if it fails, exit the process, so that other members do not wait for this member."""
     try:
         return member.open(way, epoch, met)
-    except BaseException:  # noqa: BLE001  the others would wait for this member
+    except BaseException:  # noqa: BLE001  other members would wait for this member
         traceback.print_exc()
         os._exit(1)
 
 
 def one_process(shares: list[range], ways: list[str], port: int, barrier: Any, number: int, report: TextIO) -> None:
-    """Run the members of one process; write a line for each of ``ways``, with the results of its members."""
+    """Run the members of process ``number``; for each of ``ways``, write a line with the results of these members."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -156,7 +160,7 @@ def one_process(shares: list[range], ways: list[str], port: int, barrier: Any, n
 
 
 def measured(size: int, processes: int, ways: list[str]) -> list[dict[str, float]]:
-    """Return a row for each of ``ways``."""
+    """Measure each of ``ways`` with ``size`` members in ``processes`` processes; return a row for each."""
     shares = [range(n, size, processes) for n in range(min(processes, size))]
     barrier = FORK.Barrier(len(shares))
     with store() as port:
@@ -178,7 +182,7 @@ def main() -> None:
     table = []
     for size in options.members:
         ways = ["tree", *(["mesh"] if size <= MOST_IN_A_MESH else [])]
-        # The first round warms up: imports modules, starts threads.
+        # The first round is not counted, because it imports modules and starts threads.
         rows = dict(zip(ways, measured(size, options.processes, [*ways, *ways])[len(ways) :], strict=True))
         for way in ("mesh", "tree"):
             found_ = rows.get(way)

@@ -2,27 +2,28 @@
 
     python benchmarks/bench_goodput.py --png goodput.png
 
-The same schedule of real SIGKILLs (worker W in its backward pass of iteration I) with
+Four runs; in all except "none", the same workers get SIGKILL in a backward pass of the same iterations:
 
     none       stock Megatron, no death
     recover    --recover, no checkpoints: the run continues with the live workers, with the same batch
-    replaced   stock Megatron with checkpoints: a death ends the launch, a supervisor restarts all workers from the
-               last checkpoint at once, with the same number of workers: lost workers are replaced at no cost
-    shrinking  the same, but lost workers are not replaced: the launch has as many workers as divide the batch, the
-               others wait and are paid for
+    replaced   stock Megatron with checkpoints: a death ends the launch, and a supervisor restarts all workers from the
+               last checkpoint without delay, with the same number of workers: lost workers are replaced at no cost
+    shrinking  as "replaced", but lost workers are not replaced: each launch has as many workers as divide the batch;
+               other live workers wait, and their time counts
 
 Startup favours checkpoint-and-restart here: workers are forked from a process that has imported Megatron, and deaths
-are noticed at once.  The checkpoint interval follows Young and Daly, sqrt(2 x cost x time between failures), from
-costs measured first (--interval N sets another).  All runs do the same iterations, so the same tokens.
+are noticed without delay.  The checkpoint interval is sqrt(2 x cost x time between failures), after Young and Daly,
+from costs that are measured first; --interval N sets another interval.  All runs do the same iterations, so the same
+tokens.
 
 A worker's time counts from its launch (from the first launch, if lost workers are replaced) until its death or the end
-of the run; "without start-up" excludes the time from each launch to its first iteration.  Each worker simulates a
-device of fixed speed (--microbatch-seconds): on a machine with fewer cores than workers the survivors would otherwise
-become faster with every death.
+of the run.  "without start-up" excludes the time from each launch to its first iteration.  Each worker simulates a
+device of fixed speed (--microbatch-seconds): on a machine with fewer cores than workers, each death would otherwise
+make the survivors faster.
 
---hsdp trains with Megatron-FSDP: a replica is a shard group of two workers, or of the given number.  With --recover the
-workers of a broken shard group wait, paid for, until they suffice for a complete one; without it a launch has complete
-shard groups.
+--hsdp trains with Megatron-FSDP: a replica is a shard group of two workers, or of the given number.  With --recover,
+the workers of broken shard groups wait, and their time counts, until they can form a complete shard group.  Without
+--recover, each launch has only complete shard groups.
 
 Prints a table; --json FILE writes every measurement, --png FILE draws tokens over worker-seconds.
 """
@@ -60,24 +61,24 @@ MAX_LAUNCHES = 50
 
 @dataclass
 class Launch:
-    """Start of all workers.  Times are seconds of the monotonic clock."""
+    """Record of one launch of all workers.  Times are seconds of the monotonic clock."""
 
     workers: int
     paid: int
-    """Allocated workers, including those that wait."""
+    """Number of allocated workers, including workers that wait without training."""
     started: float
     ended: float
     first: float
     """Start of the first iteration; ``ended`` if none began."""
     deaths: list[float]
     began: dict[int, float]
-    """Iteration -> its start on the last live worker."""
+    """Iteration -> time at which the last live worker began it."""
     losses: dict[int, float]
 
 
 @dataclass
 class Result:
-    """Result of a complete run."""
+    """Result of one run, with all its launches."""
 
     name: str
     launches: list[Launch]
@@ -85,10 +86,10 @@ class Result:
     interval: int | None = None
 
     def paid_until(self, moment: float, *, startup: bool = True) -> float:
-        """Return the worker-seconds until ``moment``, with or without the time from a launch to its first iteration."""
+        """Return the worker-seconds until ``moment``; without each launch's start-up, if ``startup`` is False."""
         total = 0.0
         for number, launch in enumerate(self.launches):
-            # Between two launches the workers are allocated as well.
+            # Workers stay allocated between two launches.
             after = self.launches[number + 1 :]
             end = min(moment, after[0].started if after else launch.ended)
             begin = launch.started if startup else launch.first
@@ -103,7 +104,7 @@ class Result:
 
 
 def sharded(replica: int, workers: int) -> list[str]:
-    """Return flags of a launch; ``replica``: workers per shard group of Megatron-FSDP; 1: without FSDP."""
+    """Return Megatron-FSDP's flags of a launch.  ``replica``: workers per shard group; 1: without Megatron-FSDP."""
     return (
         []
         if replica == 1
@@ -112,7 +113,7 @@ def sharded(replica: int, workers: int) -> list[str]:
 
 
 class Bench:
-    """Runs launches of one configuration."""
+    """Runner of all launches of one configuration."""
 
     def __init__(self, server: ForkServer, folder: Path, options: Any) -> None:
         self._server = server
@@ -122,7 +123,7 @@ class Bench:
         self.model = MODELS[options.model]
 
     def launch(self, workers: int, paid: int, kills: list[str], *flags: str) -> Launch:
-        """Start ``workers`` and wait for their end; remove executed kills from ``kills``."""
+        """Start ``workers`` workers and wait until they exit; remove the executed kills from ``kills``."""
         self._count += 1
         out = self._folder / f"launch-{self._count}"
         out.mkdir()
@@ -152,7 +153,7 @@ class Bench:
         return Launch(workers, paid, started, ended, first, sorted(struck.values()), began, losses)
 
     def run(self, name: str, kills: list[str], interval: int | None = None) -> Result:
-        """Make a complete run; ``name`` as in the module's docstring."""
+        """Do the run ``name`` (listed in the module's docstring), with as many launches as it needs."""
         options = self._options
         iterations, left, alive = options.iterations, list(kills), options.workers
         flags = ["--train-iters", str(iterations)]
@@ -167,14 +168,14 @@ class Bench:
             workers = alive
             while not launches or max(launches[-1].began, default=0) <= iterations:
                 before = len(left)
-                # With Megatron-FSDP and --load without a checkpoint, stock Megatron trains another model.
+                # If --load names no checkpoint, stock Megatron with Megatron-FSDP would train another model.
                 load = ["--load", str(save)] if any(save.glob("latest*")) else []
                 launches.append(self.launch(workers, alive, left, *flags, *load))
                 if len(launches) > MAX_LAUNCHES:
-                    raise RuntimeError("the run did not finish within the limit of launches")
+                    raise RuntimeError("the run did not finish within the maximum number of launches")
                 if name == "shrinking":
                     alive -= before - len(left)
-                    # The schedule names workers of the first launch; the remaining workers have the lowest numbers now.
+                    # The kills name workers of the first launch, but a new launch numbers its workers from 0.
                     left = [_renamed(kill, alive) for kill in left]
                     workers = self._most(alive)
                     if not workers:
@@ -183,12 +184,15 @@ class Bench:
         return Result(name, launches, iterations * self.model.tokens, interval)
 
     def _most(self, alive: int) -> int:
-        """Return the most workers of ``alive`` that form complete replicas and divide the batch; 0 if none."""
+        """Return the largest number of workers, up to ``alive``, that form complete replicas and divide the batch.
+
+        Returns 0 if there is no such number.
+        """
         microbatches, replica = self.model.global_batch // self.model.micro_batch, self._options.hsdp
         return max((n for n in range(replica, alive + 1, replica) if microbatches % n == 0), default=0)
 
     def costs(self) -> tuple[float, float]:
-        """Measure the seconds of an iteration and of a checkpoint."""
+        """Measure (seconds of an iteration, seconds of a checkpoint) in two runs without deaths."""
         workers = self._options.workers
         flags = ["--train-iters", "7"]
         plain = self.launch(workers, workers, [], *flags)
@@ -206,12 +210,15 @@ def _renamed(kill: str, workers: int) -> str:
 
 
 def young_daly(iteration: float, checkpoint: float, between: float) -> int:
-    """Return the best number of iterations between checkpoints; ``between``: seconds between failures."""
+    """Return the best number of iterations between checkpoints, after Young and Daly.
+
+    ``iteration``, ``checkpoint``: their seconds.  ``between``: seconds between failures.
+    """
     return max(1, round(math.sqrt(2 * checkpoint * between) / iteration))
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Draw trained tokens over worker-seconds; tokens that a restart loses make the curve fall."""
+    """Draw trained tokens over worker-seconds.  The curve falls where a restart loses tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,7 +252,7 @@ def main() -> None:
     parser = command_line(__doc__, model="toy", microbatch_seconds=0.25)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=25)
-    parser.add_argument("--kills", default="7@5,1@10,4@15,2@20", metavar="W@I,...", help="schedule of the kills")
+    parser.add_argument("--kills", default="7@5,1@10,4@15,2@20", metavar="W@I,...", help="kill worker W in iteration I")
     parser.add_argument(
         "--hsdp", nargs="?", type=int, const=2, default=1, metavar="S", help="shard groups of S workers (default: 2)"
     )

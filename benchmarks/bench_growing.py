@@ -1,15 +1,15 @@
-"""Measure tokens per worker-second of a run that grows and shrinks, against runs of constant size.
+"""Compare tokens per worker-second of a run that grows and shrinks with runs of constant size.
 
     python benchmarks/bench_growing.py
 
-    grown      2 replicas at the launch; 4 more workers join, and get a place as soon as they have built their models;
-               in iteration --shrink-at 3 of the 6 are killed
-    constant   the same launch with 2, 3 and 6 replicas from the first iteration to the last
+    grown      2 replicas at the launch; 4 more workers join, and get places as soon as they have built their models;
+               from iteration --shrink-at on, 3 of the 6 workers are killed
+    constant   2, 3 or 6 replicas from the first iteration to the last
 
-All train the same iterations of the same batch, so the same tokens.  A worker's time counts while it has a place in the
-plan, from the start of the first iteration.  So it includes the cost of forming new replicas and of losing some, but
-not the building of models, which runs in parallel with the training.  Each worker simulates a device of fixed speed
-(--microbatch-seconds): on a machine with fewer cores than workers each would become slower with more workers.
+All runs train the same iterations of the same batch, so the same tokens.  A worker's time counts while it has a place
+in the plan, from the start of the first iteration.  So it includes the cost of forming and losing replicas, but not the
+building of models, which runs in parallel with the training.  Each worker simulates a device of fixed speed
+(--microbatch-seconds): on a machine with fewer cores than workers, more workers would otherwise be slower.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MICROBATCHES = 48
 
 @dataclass(frozen=True)
 class Measured:
-    """Complete run, without its startup."""
+    """Measurements of one complete run, without its startup."""
 
     name: str
     replicas: list[int]
-    """Replicas of each iteration."""
+    """Number of replicas in each iteration."""
     seconds: float
     worker_seconds: float
     tokens: int
@@ -67,7 +67,7 @@ def measured(name: str, out: Path, tokens: int) -> Measured:
 def run(
     server: ForkServer, folder: Path, options: Any, name: str, replicas: int, *flags: str, newcomers: int = 0
 ) -> Measured:
-    """Make one run, launched with ``replicas``."""
+    """Train once, with ``replicas`` workers at launch and ``newcomers`` that join later; return the measurements."""
     out, model = folder / name.replace(" ", "-"), MODELS["toy"]
     out.mkdir()
     more = [*RECOVER, *flags, *["--use-distributed-optimizer"] * options.sharded]
@@ -84,7 +84,7 @@ def main() -> None:
     parser = command_line(__doc__, microbatch_seconds=0.25, timeout=1200.0)
     parser.add_argument("--iterations", type=int, default=36)
     parser.add_argument("--shrink-at", type=int, default=28)
-    parser.add_argument("--constant", type=int, nargs="*", default=[2, 3, 6], help="sizes to compare with")
+    parser.add_argument("--constant", type=int, nargs="*", default=[2, 3, 6], help="replicas of the constant runs")
     parser.add_argument("--sharded", action="store_true", help="with --use-distributed-optimizer")
     options = parser.parse_args()
     kills = ",".join(f"{worker}@{options.shrink_at + n}:backward:kill" for n, worker in enumerate((0, 3, 5)))

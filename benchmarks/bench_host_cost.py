@@ -1,14 +1,15 @@
-"""Measure the host's cost of an iteration: Python time per bucket, without any waiting.
+"""Measure the host's processor time per bucket in the data-parallel sums of an iteration.
 
     python benchmarks/bench_host_cost.py [--members 8] [--buckets 40] [--iterations 50] [--most 100] [--json FILE]
 
-The host plans, orders, launches and marks a device's data-parallel sums, under the GIL, which backward needs as well.
-Here one member of a group submits all buckets of an iteration and waits for them; the processor time of the complete
-process counts (both threads).  The fastest iteration is printed: others include other load of the machine.
+The host's Python code for a device's data-parallel sums holds the GIL, which the backward pass needs, too.  In this
+benchmark one member of a group submits all buckets of an iteration and waits for them.  The processor time of the
+process counts, with both threads.  The time of the fastest iteration is printed, because slower ones include other load
+of the machine.
 
     native     reduce_scatter and all_gather of complete buckets, by the code for NCCL, over a communicator and events
-               that are done at once (without the time of NCCL and nccl4py)
-    ring       one segment per chunk, over a transport that does nothing; includes the sums
+               that complete immediately, so without the time of NCCL and nccl4py
+    ring       one segment per chunk, over a transport that transfers nothing; includes the additions
 
 Exits with 1 if the native collectives or the ring take more than ``--most`` microseconds per bucket.
 """
@@ -43,14 +44,14 @@ from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 MOST = 100.0
-"""Limit in microseconds per bucket."""
+"""Default of --most: largest accepted time per bucket, in microseconds."""
 NUMEL = 8 * 1024
-"""Elements of a bucket: so few that moving them costs almost nothing."""
+"""Number of elements of a bucket; so small that copying them takes almost no time."""
 
 
 @dataclass(frozen=True)
 class Over:
-    """Operation that is done."""
+    """Operation of a transport that has already completed."""
 
     tensor: torch.Tensor
     done: bool = True
@@ -60,7 +61,7 @@ NOTHING = Over(torch.empty(0))
 
 
 class IdleTransport(Transport):
-    """Transport without any transfer: all arrivals of one length are the same zeros."""
+    """Transport that transfers nothing: each receive returns zeros of the requested length."""
 
     scratch_peak = 0
 
@@ -82,7 +83,7 @@ class IdleTransport(Transport):
 
 
 class Idle:
-    """NCCL communicator, stream or event whose operations are done at once."""
+    """Stand-in for an NCCL communicator, stream or event; all its operations complete immediately."""
 
     is_valid = True
 
@@ -122,7 +123,7 @@ def groups(members: int) -> dict[str, Group]:
 
 
 def per_bucket(group: Group, buckets: Sequence[Bucket], iterations: int) -> float:
-    """Return the microseconds of processor time per bucket, of the fastest iteration."""
+    """Return the microseconds of processor time per bucket in the fastest iteration."""
     found = []
     for _ in range(iterations):
         for bucket in buckets:

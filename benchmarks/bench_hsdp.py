@@ -1,12 +1,12 @@
-"""Measure the cost of --recover with Megatron-FSDP without deaths: bytes and memory, against stock Megatron.
+"""Measure received bytes and memory of --recover with Megatron-FSDP, without deaths, against stock Megatron.
 
     python benchmarks/bench_hsdp.py
 
 Two shard groups of two workers train the same model with and without --recover, one run after the other.  The kernel
-counts the bytes received over all connections of all workers in an iteration (``TCP_INFO``, including message headers
-and control messages; without shared memory).  Memory is the size of all torch tensors of a worker before the last
-iteration, and the peak resident memory of a process since the previous iteration.  All numbers are counts, so other
-load on the machine does not matter.
+counts the bytes received over all connections of all workers in an iteration (``TCP_INFO``).  The bytes include message
+headers and control messages; shared memory is not used.  Memory is the size of all torch tensors of a worker before the
+last iteration, and the peak resident memory of a process since the previous iteration.  Other load on the machine does
+not change these numbers.
 
 bench_overhead.py measures the time of an iteration:
 
@@ -44,7 +44,7 @@ KINDS = {"fp32": [], "bf16": ["--bf16", "--megatron-fsdp-main-grads-dtype", "fp3
 
 
 def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dict[str, Any]:
-    """Train once; return bytes per iteration over all workers; per worker, bytes of tensors and peak resident KiB."""
+    """Train once; return received bytes per iteration (sum), bytes of tensors and peak resident KiB (means)."""
     train(
         server, folder, WORKERS, [*MODELS[options.model].argv, *FLAGS, "--overlap-grad-reduce", *flags],
         iterations=ITERATIONS, environment={"BENCH_TRAFFIC": "1", "BENCH_MEMORY": "1"}, timeout=options.timeout,

@@ -1,24 +1,29 @@
-"""Measure how a recovery grows with the state of a worker: time by phase, and memory, for models of several sizes.
+"""Measure time by phase, and memory, of recoveries with models of several sizes.
 
     python benchmarks/bench_large_state.py --sizes 1 10 110
 
 Each case trains with --recover and loses workers (--recover-inject: real SIGKILLs from inside):
 
-    all-reduce   four replicas; a worker dies in its forward pass, one when two thirds of the sums are finished at all
-                 members (they are saved while its microbatches are run again), one when all is summed
+    all-reduce   four replicas; one worker dies in its forward pass, one when two thirds of the sums are finished at all
+                 members (these sums are saved while lost microbatches are run again), one when all sums are finished
     shards       four replicas, the distributed optimizer, shadows; a newcomer replaces the dead worker
-    places       two replicas; a spare replaces the first dead worker, a newcomer the second
-    snapshots    TP 2 x DP 2 with the memory tier; both workers of a position die: all roll back to a snapshot, a
-                 survivor builds the model of that position, and newcomers complete the second replica
+    places       two replicas; a spare replaces the first dead worker, a newcomer replaces the second one
+    snapshots    TP 2 x DP 2 with the memory tier; both workers of a position die: all workers roll back to a snapshot,
+                 a survivor builds the model of that position, and newcomers complete the second replica
 
-Times in milliseconds, the maximum over all recoveries of a case (from events.jsonl; without the re-run, which is
-training); and MiB of resident memory of a worker:
+The table of times has the maximum in milliseconds over all recoveries of a case, from events.jsonl, without the time in
+which microbatches are run again:
 
-    state        until a newcomer or a spare has its state, and the size of the state
-    repartition  redistribution of the optimizer's shards
-    waited, behind   wait of the training for a snapshot, and time until all holders have it
-    back         until all workers have loaded a snapshot
-    training     before the first death: between two iterations (median), and the peak within one
+    state        time until a newcomer or a spare has its state
+    repartition  time to redistribute the optimizer's shards
+    waited       time for which the training waits for a snapshot
+    behind       time until all holders have a snapshot
+    back         time until all workers have loaded a snapshot
+
+The table of sizes has MiB:
+
+    training     resident memory before the first death: median between two iterations, and the peak in an iteration
+    came         size of the state that a newcomer or a spare receives
     peak, kept   after the first death, maximum over the launched workers: increase of the peak, and of the resident
                  memory at the end
     newcomer     resident memory at the end of a worker that joined later, less ``training``
@@ -47,25 +52,25 @@ SIZES = {
     "10": Model(8, 256, 64, 16000, 1, 4),
     "110": Model(12, 768, 64, 32000, 1, 4),
 }
-"""Models by millions of parameters, approximately."""
+"""Approximate millions of parameters -> model."""
 STRIKE = 5
-"""Iteration of the first death: by then the training has allocated all its memory."""
+"""Iteration of the first death.  Before this iteration the training has allocated all its memory."""
 MICROBATCH = 0.5
-"""Minimum seconds of a microbatch: a small model would be trained before a newcomer has joined."""
+"""Minimum seconds of a microbatch.  Without it, the training of a small model would end before a newcomer joins."""
 PHASES = ("rendezvous", "regroup", "pull", "reduce", "agree")
 TAKES = re.compile(r"takes position .*: groups [\d.]+ s, state ([\d.]+) s, (\d+) bytes")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Run of the benchmark.  ``kills``: as for --recover-inject; ``AT``: visit at which two thirds are summed."""
+    """Kind of run.  ``kills``: value of --recover-inject, in which "AT" is the visit when two thirds are summed."""
 
     layout: str
     kills: str
     iterations: int
     flags: str = ""
     more: dict[str, Any] = field(default_factory=dict)
-    """More arguments of ``ForkServer.run``."""
+    """Additional arguments of ``ForkServer.run``."""
 
 
 CASES = {
@@ -87,9 +92,9 @@ CASES = {
 
 
 def measure(server: ForkServer, folder: Path, case: Case, model: Model, timeout: float) -> dict[str, float]:
-    """Train once; return the numbers of the two tables, by column."""
+    """Train once; return column -> number, for both tables."""
     workers, shape = LAYOUTS[case.layout]
-    # Segments of half a MiB arrive one after the other, for three quarters of the bucket.
+    # Each worker receives three quarters of the bucket, in segments of half a MiB.
     visit = max(1, model.parameters * 4 // (512 << 10) // 2)
     kills = case.kills.replace("AT", str(visit))
     flags = [*model.argv, *shape.split(), *case.flags.split(), "--recover", "--recover-inject", kills]
@@ -123,7 +128,7 @@ def measure(server: ForkServer, folder: Path, case: Case, model: Model, timeout:
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """Return the MiB of the workers: see above."""
+    """Return the columns with MiB of resident memory; the module's docstring describes these columns."""
     processes: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for item in (item for path in folder.glob("times-*.jsonl") for item in lines(path)):
         if item["iteration"] is not None:
@@ -131,7 +136,7 @@ def memory(folder: Path) -> dict[str, float]:
             processes[item["pid"]].append({"iteration": item["iteration"], **sizes})
     end = max(item["iteration"] for rows in processes.values() for item in rows)
     launched = [rows for rows in processes.values() if rows[0]["iteration"] == 1]
-    # A row has the peak of the previous iteration; the first two iterations allocate the moments.
+    # A row has the peak of the previous iteration.  The first two iterations are left out: they allocate the moments.
     quiet = [item for rows in launched for item in rows if 2 < item["iteration"] <= STRIKE]
     found = {
         "training": statistics.median(item["resident"] for item in quiet),

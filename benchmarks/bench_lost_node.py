@@ -1,26 +1,26 @@
-"""Measure the time from the loss of a node to the next committed iteration: in place, and by a restart.
+"""Measure the time from the loss of a node to the next committed iteration, with a rollback in place and a restart.
 
     python benchmarks/bench_lost_node.py --runs 3
 
-Two launchers of recover-run on one machine are two nodes of two workers: two pipelines of two stages in Megatron's
-default order, so a node has all workers of a stage.  When iteration STRIKE is committed, every process of the second
-node gets SIGKILL at once: launcher, coordinator and workers.  The two remaining workers form one replica.
+Two launchers of recover-run on one machine simulate two nodes of two workers each.  The workers form two pipelines of
+two stages in Megatron's default order, so a node has all workers of a stage.  When iteration STRIKE is committed, every
+process of the second node gets SIGKILL: launcher, coordinator and workers.  The two remaining workers form one replica:
 
-    memory       they roll back to a snapshot, in the same processes
-    checkpoint   they roll back to a checkpoint (--recover-memory-tier off)
-    restart      the run ends with exit code 12 (also --recover-last-resort off), and recover-run is started at once on
-                 the remaining node, with --load of that checkpoint
+    memory       the two workers roll back to a snapshot, in the same processes
+    checkpoint   the two workers roll back to a checkpoint (--recover-memory-tier off)
+    restart      the run ends with exit code 12 (--recover-last-resort off, too), and recover-run is started again
+                 without delay on the remaining node, with --load of the checkpoint
 
-A snapshot or a checkpoint is taken after every EVERY-th iteration, so all three repeat the same iterations.  Seconds
-from the kill:
+A snapshot or a checkpoint is taken after every EVERY-th iteration, so all three methods repeat the same iterations.
+Columns, in seconds from the kill:
 
-    noticed         until the leading coordinator declares the first worker of the node lost: at once here, since the
-                    kernel closes its connections; for a silent host, a heartbeat timeout
+    noticed         until the leading coordinator declares the first worker of the node lost.  This takes little time
+                    here, since the kernel closes connections; for a silent host it takes a heartbeat timeout
     next committed  until an iteration is committed again
-    caught up       until a new iteration is committed
+    caught up       until an iteration is committed that had not been committed before the kill
 
-The three take turns, so that other load slows all equally.  The ratios are restart over the others, run by run; "less
-noticed" excludes the first column, which is the same for all three.
+The three methods take turns, so that other load slows all of them equally.  "restart over this" is the ratio of the
+restart's "next committed" to that of the row, run by run.  "less noticed" is the same ratio without the time "noticed".
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ WAYS = {
 }
 EVERY, STRIKE = 10, 25
 MARK = "BENCH_NODE"
-"""Variable in the environment of all processes of a node."""
+"""Environment variable that identifies all processes of a simulated node."""
 CLOCK = time.time() - time.monotonic()
-"""Offset from the monotonic clock to the clock of the events."""
+"""Seconds to add to the monotonic clock to get the clock of events.jsonl."""
 COLUMNS = ("noticed", "next committed", "caught up")
 
 
 def lose(node: str) -> float:
-    """Kill every process of a node, as a power failure does; return the time."""
+    """Kill every process of a node, as a power failure does; return the time of the kill (monotonic clock)."""
     doomed = processes_with(f"{MARK}={node}")
     at = time.monotonic()
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in doomed:
-            with suppress(ProcessLookupError):  # it has exited with its launcher
+            with suppress(ProcessLookupError):  # a worker may have exited with its launcher
                 os.kill(pid, number)
     return at
 
 
 def noticed(logs: Path, after: float) -> float:
-    """Return when the first worker of the second node was declared lost."""
+    """Return the time (monotonic clock) when the first worker of the second node was declared lost."""
     files = [path for path in logs.glob("events-*.jsonl") if path.stat().st_size]
     faults = [e for path in files for e in lines(path) if e["event"] == "fault" and e.get("worker") in (2, 3)]
     return min(e["time"] for e in faults if e["time"] > after + CLOCK) - CLOCK
@@ -80,7 +80,7 @@ def went_back(logs: Path) -> list[int]:
 
 
 def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
-    """Measure one loss of a node."""
+    """Measure one loss of a node with the method ``way``."""
     model, saved = MODELS[options.model], folder / "checkpoints"
     training = [SCRIPT, *COMMON, *model.argv, "--global-batch-size", str(12 * model.micro_batch), "--train-iters"]
     training += ["100000", "--pipeline-model-parallel-size", "2", "--log-interval", "1000", "--recover", *WAYS[way]]
@@ -100,12 +100,12 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
     if way == RESTART:
         run.wait(lambda: run.ended() is not None)
         if run.ended() != 12:
-            raise RuntimeError(f"exit code {run.ended()}, not 12: {run.logs}")
+            raise RuntimeError(f"the run ended with exit code {run.ended()}, not 12: {run.logs}")
         run = Launch(folder / "second", [*training, "--load", str(saved)], options.microbatch_seconds, 2, **secret)
         again = run.wait(run.steps)
         kept = run.steps()[0].iteration - 1
     else:
-        # When all workers have rolled back, the earlier steps are in another file.
+        # Once all workers have rolled back, the earlier steps are in steps.jsonl.1.
         run.wait(lambda: went_back(run.logs) and (run.logs / "steps.jsonl.1").exists())
         (kept,) = went_back(run.logs)
         again = run.wait(lambda: run.steps() and run.steps()[-1].iteration > kept)

@@ -1,11 +1,15 @@
-"""Measure how the coordinator scales: one coordinator process, N simulated workers in one other process.
+"""Measure how one coordinator process scales with the number N of workers, which one other process simulates.
 
     python benchmarks/bench_membership.py [--workers 100 1000 4000] [--deaths 5] [--seconds 10] [--json PATH]
 
-For each N: the time until all workers have the first plan; the processor time of the coordinator per second of steady
-state (heartbeats of all workers each second); the time and processor time of one agreed iteration; and, over several
-deaths, the time from a worker's death until the last survivor has the new plan (revoke to all, join from all, plan to
-all).  The simulated workers share one process and one core, so the times include their work.
+Measured for each N:
+
+    the time until all workers have the first plan
+    the processor time of the coordinator per second without deaths, with a heartbeat of each worker every second
+    the time and the processor time of the coordinator to commit one iteration
+    the time from a worker's death until the last survivor has the new plan, over several deaths
+
+The simulated workers share one process and one core, so the times include the work of all workers.
 """
 
 from __future__ import annotations
@@ -41,13 +45,13 @@ HEARTBEAT = 1.0
 
 @lru_cache(100)
 def parsed(body: bytes) -> dict[str, Any]:
-    """Parse a message; equal messages are parsed once, since real workers parse them in parallel."""
+    """Parse a message.  Equal messages are parsed only once, because real workers would parse in parallel."""
     return dict(json.loads(body))
 
 
 @dataclass
 class Simulated:
-    """Simulated worker: a socket and the last received commit."""
+    """Simulated worker.  ``committed``: last iteration whose commit it has received."""
 
     number: int
     sock: socket.socket
@@ -67,7 +71,7 @@ class Crowd:
         self._beat_at = time.monotonic() + HEARTBEAT
         self._beats = 0
         self.newest = 0
-        self.holding: Counter[tuple[str, int]] = Counter()  # number of workers that received ("plan", e), ("commit", t)
+        self.holding: Counter[tuple[str, int]] = Counter()  # ("plan", epoch) or ("commit", iteration) -> receivers
         for number in range(workers):
             sock = socket.create_connection(address, timeout=30)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,7 +83,7 @@ class Crowd:
                 self.serve(0.0)
 
     def serve(self, seconds: float) -> None:
-        """Handle messages that arrive within ``seconds``; send heartbeats when due."""
+        """Read the messages that arrive within ``seconds``, and send heartbeats if they are due."""
         for key, _ in self.selector.select(seconds):
             self._read(key.data)
         if time.monotonic() >= self._beat_at:
@@ -88,7 +92,7 @@ class Crowd:
             self.send(type="heartbeat", count=self._beats, iteration=1, phase="compute", waiting=False, allow=0)
 
     def until(self, reached: Callable[[], bool], seconds: float = 300.0) -> float:
-        """Serve until the condition is true; return the seconds it took."""
+        """Call ``serve`` until ``reached()`` is true; return the seconds that this took."""
         start = time.monotonic()
         while not reached():
             if time.monotonic() - start > seconds:
@@ -97,11 +101,11 @@ class Crowd:
         return time.monotonic() - start
 
     def all_hold(self, kind: str, number: int) -> bool:
-        """Return whether all live workers have received it."""
+        """Return whether all live workers have received message ``kind`` of epoch or iteration ``number``."""
         return self.holding[kind, number] == len(self.workers)
 
     def die(self, number: int) -> None:
-        """Close the session of a worker, as the kernel does at its death."""
+        """Close the connection of a worker, as the kernel does when a worker dies."""
         worker = self.workers.pop(number)
         self.selector.unregister(worker.sock)
         worker.sock.close()
@@ -143,13 +147,13 @@ class Crowd:
 
 
 def processor_seconds(process: psutil.Process) -> float:
-    """Return the user and system time of a process so far."""
+    """Return the seconds of user and system time that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
-    """Measure one number of workers."""
+    """Measure a coordinator with ``workers`` workers."""
     secret = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -196,7 +200,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--deaths", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the steady state")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the measurement without deaths")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,12 +1,14 @@
-"""Measure the cost of --recover without failures: iteration time with it over iteration time without.
+"""Measure the cost of --recover without failures: ratio of the iteration times with and without --recover.
 
     python benchmarks/bench_overhead.py --models small medium --layouts dp4 tp2-dp2 pp2-dp2
 
-Both runs (same script, same flags except --recover) are alive at the same time and take turns, a block of iterations
-each (ABBA): other load of the machine slows both equally.  Both use the same clock (timed_pretrain.py): an iteration
-lasts from one train_step to the next, including all of Megatron's work in between; the first one of a block, after the
-pause, is dropped.  Each pair of adjacent blocks gives one ratio of medians; the table has the median of the ratios with
-their quartiles, likewise for the processor time of all workers (which other load hardly changes), and the relative
+Two runs, with the same script and the same flags except --recover, are alive at the same time and take turns, a block
+of iterations each (ABBA).  So other load of the machine slows both runs equally.  Both runs use the same clock
+(timed_pretrain.py): an iteration lasts from one train_step to the next, including all of Megatron's work in between.
+The first iteration of a block is dropped, because it follows a pause.
+
+Each pair of adjacent blocks gives one ratio of medians.  The table has the median of these ratios with their quartiles,
+for the wall time and for the processor time of all workers, which other load hardly changes.  It also has the relative
 difference of the losses after the last iteration.  With --microbatch-seconds each worker simulates a device of fixed
 speed, so that the processors are idle most of the time.
 """
@@ -48,17 +50,17 @@ WARM_UP = 1
 
 
 class Turns:
-    """Pipes that start the next block of a run."""
+    """Named pipes by which the benchmark starts the next block of a run, and learns that a block is finished."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         names = ["done", *(f"go-{rank}" for rank in range(workers))]
         for name in names:
             os.mkfifo(folder / name)
-        # Open in both directions: no end of file, and no wait for the other side to open.
+        # Opened in both directions, so that open() does not wait for a worker, and read() finds no end of file.
         self._done, *self._go = (os.open(folder / name, os.O_RDWR) for name in names)
 
     def wait(self) -> None:
-        """Wait until every worker has finished its block."""
+        """Wait until every worker has finished its block.  Raises RuntimeError if the run has ended."""
         for _ in self._go:
             if os.read(self._done, 1) != b"x":
                 raise RuntimeError("a run ended before its last block")
@@ -68,7 +70,7 @@ class Turns:
             os.write(pipe, b"x")
 
     def stop(self) -> None:
-        """Wake a thread in ``wait``: the run has ended."""
+        """Make a thread in ``wait`` raise an error, because the run has ended."""
         os.write(self._done, b"-" * len(self._go))
 
     def close(self) -> None:
@@ -83,7 +85,7 @@ def compare(
     options: Any,
     sides: dict[str, list[str]] = SIDES,
 ) -> dict[str, Any]:
-    """Run all sides (name -> flags) in turns; return their seconds per iteration by block, and their last losses."""
+    """Run all ``sides`` (name -> flags) in turns; return side -> result of ``blocks``."""
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(sides)) as pool:
         folders = {side: Path(temporary) / side for side in sides}
         for folder in folders.values():
@@ -119,8 +121,11 @@ def compare(
 
 
 def blocks(folder: Path, workers: int, length: int) -> dict[str, Any]:
-    """Return by block the seconds of each iteration except the first, on the last worker's clock, and processor seconds
-    per iteration over all workers; and the last loss."""
+    """Return the measurements of a run in blocks of ``length`` iterations.
+
+    "seconds": per block, the last worker's seconds of each iteration except the first.  "cpu": per block, the processor
+    seconds per iteration of all workers.  "loss": the last loss.
+    """
     rows = [times(folder, rank) for rank in range(workers)]
     last = rows[-1]
     seconds, used = [], []
@@ -132,7 +137,7 @@ def blocks(folder: Path, workers: int, length: int) -> dict[str, Any]:
 
 
 def ratios(measured: dict[str, Any], with_: str = "with", without: str = "without") -> dict[str, list[float]]:
-    """Return for each pair of blocks the ratios of the medians of their seconds, and of their processor time."""
+    """Return, for each pair of blocks, the ratio of the median seconds, and the ratio of the processor times."""
     ours, stock = measured[with_], measured[without]
     return {
         "wall": [
@@ -144,18 +149,18 @@ def ratios(measured: dict[str, Any], with_: str = "with", without: str = "withou
 
 
 def spread(values: list[float]) -> str:
-    """Return median and quartiles as text."""
+    """Return the median and the quartiles of ``values``, as text."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
 def typical(measured: dict[str, Any], side: str) -> float:
-    """Return the median milliseconds of an iteration."""
+    """Return the median milliseconds of an iteration of ``side``."""
     return 1e3 * statistics.median(seconds for block in measured[side]["seconds"][WARM_UP:] for seconds in block)
 
 
 def loss_difference(measured: dict[str, Any], stock: str, ours: str) -> str:
-    """Return the relative difference of the last losses."""
+    """Return the relative difference of the last losses of two sides, as text; "?" if a loss is unknown."""
     losses = [measured[side]["loss"] for side in (stock, ours)]
     return "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
 

@@ -1,16 +1,17 @@
-"""Measure the cost of one lost replica for a step of a pipeline, against the optimum for complete microbatches.
+"""Measure how one lost replica lengthens a step with pipeline stages, against the optimum for complete microbatches.
 
     python benchmarks/bench_pipelines.py --runs 3
 
-Four replicas of two stages; one worker is killed (a real SIGKILL), and three replicas continue: with the plain schedule
-(1F1B), and with an interleaved one of two chunks of layers, in turns.  Every microbatch takes --seconds, as if a host
-waited for its GPU, divided over the chunks; the additional time is the same before and after.
+Each run has four replicas of two stages.  One worker is killed by a real SIGKILL, and three replicas continue.  Runs
+with the plain schedule (1F1B) and with an interleaved schedule of two chunks of layers take turns.  Every microbatch
+takes --seconds, divided over the chunks, as if a host waited for its GPU.  Columns:
 
     before, after   median seconds of an iteration (steps.jsonl), with four replicas and with three
-    optimum         before * passes(most) / passes(quota): time slots of a stage, including the pipeline's bubble, for
-                    the smallest possible maximum of microbatches, relative to those before
+    optimum         before * slots(most) / slots(quota).  ``slots(n)``: time slots of a stage for n microbatches, with
+                    the pipeline's bubble; "most": smallest possible maximum of microbatches per replica after the
+                    loss; "quota": microbatches per replica before the loss
     ratio           after / optimum: the goal is at most 1.05
-    multiples       slots with quotas that are multiples of the stages (the old rule), relative to the optimum
+    multiples       slots if quotas must be multiples of the number of stages (the old rule), relative to the optimum
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from tests.harness.forkserver import ForkServer
 
 REPLICAS, STAGES, MICROBATCHES, KILLED_AT, ITERATIONS = 4, 2, 8, 6, 14
 SCHEDULES = {"1f1b": (1, ""), "interleaved": (2, "--num-layers-per-virtual-pipeline-stage 1")}
-"""Schedules: name -> chunks of layers per stage, flags."""
+"""Name of a schedule -> (chunks of layers per stage, flags)."""
 
 
 def slots(quota: int, chunks: int) -> int:
-    """Return the sequential work of a stage, including its bubble, in forward passes of one chunk."""
+    """Return the duration of a step with ``quota`` microbatches, including the bubble, in passes of one chunk."""
     return quota * chunks + STAGES - 1
 
 
 def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tuple[float, float]:
-    """Return the median seconds of an iteration before and after the loss."""
+    """Train once; return the median seconds of an iteration before and after the loss of a replica."""
     chunks, flags = SCHEDULES[schedule]
     shape = ["--num-layers", "4", "--pipeline-model-parallel-size", str(STAGES), *flags.split()]
     shape += ["--global-batch-size", str(MICROBATCHES), "--recover", "--recover-inject", f"2@{KILLED_AT}:forward"]

@@ -1,31 +1,36 @@
-"""Measure the phases from SIGKILL of a worker to the first completed all-reduce of the survivors.
+"""Measure the time, by phase, from SIGKILL of a worker to the first complete all-reduce of the survivors.
 
     python benchmarks/bench_recovery.py --workers 4 8 --kills 30
     python benchmarks/bench_recovery.py --workers 4 --resident 0 1 3 --kills 10 --beside gloo torchft
 
-Each kill: a real coordinator and fresh workers, forked from a process that has imported torch, all-reduce 1 MiB
-repeatedly; one of them gets SIGKILL.  --resident: each worker has this many additional GiB, all pages touched: the
-kernel frees them before it closes the worker's connections and makes its pidfd readable.  --tell: signal by which the
-launcher (a node agent, like recover-run) notices the death and reports it:
+For each kill, new workers are forked from a process that has imported torch, and connect to a real coordinator.  They
+all-reduce 1 MiB repeatedly, until one of them gets SIGKILL.  --resident adds GiB of touched memory to each worker,
+which the kernel frees before it closes the worker's connections and makes its pidfd readable.  --tell chooses how the
+launcher (a node agent, like recover-run) notices the death that it reports:
 
-    pidfd       the process has exited; the coordinator may have seen the closed connection earlier
-    mutex       a thread of the worker that held a robust mutex has ended (network/death_notice.py), or the pidfd
+    pidfd       by the worker's pidfd; the coordinator may have seen the closed connection earlier
+    mutex       by a robust mutex that a thread of the worker held until its end (network/death_notice.py), or by the
+                pidfd
 
-Each phase lasts from the end of the previous one until the last survivor has finished it (0 if that was earlier: a
-neighbour of the dead worker notices by its connection, before the revoke arrives):
+Each phase lasts from the end of the previous phase until the last survivor has finished it.  A phase takes 0 if it
+ended before the previous phase: a neighbour of the dead worker may notice the death before the revoke arrives.
 
     detect      the coordinator has declared the worker dead (time from its event log)
     revoke      every survivor has received the revoke
     unwind      every survivor's all-reduce has raised EpochRevoked and its group is closed
     rendezvous  every survivor has the plan of the next epoch
-    regroup     every survivor has the group of the next epoch, ledgers exchanged
+    regroup     every survivor has the group of the next epoch, and ledgers are exchanged
     reduce      every survivor has the sum over the survivors
 
---beside measures the same death with other libraries, in turns, in the first --beside-kills rounds.  gloo: torch's,
-reconfigured among the survivors (beside_gloo.py; detect: the launcher knows, by each --tell).  torchft: a version of
-its own in build/, with its defaults, with the timeouts of its example, and tuned (beside_torchft.py).
+--beside measures the same death with other libraries, in turns, in the first --beside-kills rounds:
 
-Prints a table of medians and maxima in milliseconds; ratio: the median total over that of our last --tell.
+    gloo        torch's gloo, reconfigured among the survivors (beside_gloo.py), with each --tell; the phase "detect"
+                ends when the launcher has noticed the death
+    torchft     a torchft that is installed in build/, with three settings: default timeouts, the timeouts of torchft's
+                example, and tuned ones (beside_torchft.py)
+
+Prints a table of medians and maxima in milliseconds.  "ratio" is the median total over recover_megatron's median total
+with the last --tell.
 """
 
 from __future__ import annotations
@@ -81,16 +86,16 @@ from recover_megatron.network import death_notice
 
 ELEMENTS = (1 << 20) // 4
 WARM_UP = 5
-"""All-reduces of the full group before a worker is killed."""
+"""Number of all-reduces of all workers before one worker is killed."""
 PHASES = ("detect", "revoke", "unwind", "rendezvous", "regroup", "reduce")
 TELLS = ("pidfd", "mutex")
 NODE = "node"
 OTHERS_GIB = 0.5
-"""Maximum memory of a worker in addition to --resident."""
+"""Maximum memory of a worker in addition to --resident, in GiB."""
 
 
 def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, report: TextIO) -> None:
-    """Run one worker: reduce until the epoch is revoked, recover, reduce once more, report the times."""
+    """Run one worker: all-reduce until the epoch is revoked, recover, all-reduce once more, and report the times."""
     torch.set_num_threads(1)
     times: dict[str, float] = {}
 
@@ -133,18 +138,18 @@ def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, repo
 
 
 class Launcher:
-    """Reports the deaths of the workers, as recover-run does."""
+    """Launcher that reports the deaths of its workers, as recover-run does."""
 
     def __init__(self, workers: int, tell: str) -> None:
         self._watches = [watch for _ in range(workers) if tell == "mutex" and (watch := death_notice.DeathWatch.make())]
 
     def hold(self, me: int) -> None:
-        """Hold the mutex that reports this process's death, if --tell mutex; called in each worker."""
+        """With --tell mutex, lock the mutex by which the launcher notices worker ``me``'s death.  Called by workers."""
         if self._watches and not death_notice.hold(self._watches[me].variables):
             raise RuntimeError("this worker cannot share a mutex with its launcher")
 
     def begin(self, pids: Sequence[int], tell: Callable[[int, str], object]) -> None:
-        """Call ``tell`` with worker and reason of every death from now on."""
+        """Start to watch the workers: call ``tell(worker, reason)`` for every death."""
         for worker, (watch, pid) in enumerate(zip(self._watches, pids, strict=False)):
             watch.begin(partial(self._dying, worker, pid, tell))
         threading.Thread(target=self._wait_gone, args=(pids, tell), daemon=True).start()
@@ -152,7 +157,7 @@ class Launcher:
     @staticmethod
     def _dying(worker: int, pid: int, tell: Callable[[int, str], object]) -> None:
         how = ending(pid).how
-        os.kill(pid, signal.SIGKILL)  # as recover-run does, to the process group
+        os.kill(pid, signal.SIGKILL)  # recover-run kills the process group, too
         tell(worker, how)
 
     @staticmethod
@@ -163,20 +168,20 @@ class Launcher:
                 tell(handles.pop(handle), "SIGKILL")
 
     def of_no_interest(self, *told: object) -> None:
-        """Ignore other messages of a coordinator to a node agent."""
+        """Ignore messages of the coordinator that this benchmark does not need."""
 
     evict = epoch_wanted = noted = draining = said = may_host = of_no_interest
 
 
 def prepared(launcher: Launcher, gib: float, worker: Callable[[int, TextIO], object], me: int, report: TextIO) -> None:
-    """Run ``worker``, watched by the launcher, with ``gib`` of additional memory."""
+    """Run ``worker`` with ``gib`` GiB of additional memory, and make ``launcher`` notice its death."""
     launcher.hold(me)
-    held = occupy(gib)  # noqa: F841  as long as the process lives
+    held = occupy(gib)  # noqa: F841  keeps the memory as long as the process lives
     worker(me, report)
 
 
 def our_recovery(workers: int, gib: float, tell: str, victim: int, pause: float) -> dict[str, float]:
-    """Measure a recovery of ours; return the milliseconds of its phases."""
+    """Measure one recovery with recover_megatron; return the milliseconds of its phases."""
     secret, launcher = secrets.token_hex(16), Launcher(workers, tell)
     with ExitStack() as stack:
         events = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "events.jsonl"
@@ -188,13 +193,13 @@ def our_recovery(workers: int, gib: float, tell: str, victim: int, pause: float)
         launcher.begin(pids, lambda worker, how: agent.ended(WorkerId(worker), how))
         killed, survivors = strike(pids, reports, victim, pause)
         process.wait(30)
-        # Time at which the coordinator declared the victim dead, on the clock that all processes share.
+        # "mono" is the monotonic clock, which all processes of a host share.
         faults = (e for e in lines(events) if e["event"] == "fault" and e.get("worker") == victim)
         return phases(killed, {"detect": next(faults)["mono"]}, survivors)
 
 
 def gloo_recovery(workers: int, gib: float, tell: str, victim: int, pause: float) -> dict[str, float]:
-    """Measure a recovery of torch's gloo; return the milliseconds of its phases."""
+    """Measure one recovery with torch's gloo; return the milliseconds of its phases."""
     launcher = Launcher(workers, tell)
     with ExitStack() as stack:
         port = stack.enter_context(store())
@@ -207,7 +212,11 @@ def gloo_recovery(workers: int, gib: float, tell: str, victim: int, pause: float
 
 
 def phases(killed: float, known: Mapping[str, float], survivors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the milliseconds of each phase whose end a survivor or ``known`` reports (in seconds), and the sum."""
+    """Return phase -> milliseconds, and their sum as "total".
+
+    ``killed``: time of the kill.  ``known``, ``survivors``: phase -> time at which it ended, in seconds.  A phase
+    without a reported end is left out.
+    """
     result, before = dict[str, float](), killed
     for phase in PHASES:
         ends = [times[phase] for times in [known, *survivors] if phase in times]
@@ -219,13 +228,13 @@ def phases(killed: float, known: Mapping[str, float], survivors: Sequence[Mappin
 
 
 def in_a_child(recovery: Callable[..., dict[str, float]], **case: Any) -> dict[str, float]:
-    """Measure one recovery in a child process: the parent starts no threads, so that it can always fork."""
+    """Measure one recovery in a child process, so that this process starts no threads and can always fork."""
     ((found,),) = reported(1, lambda _, report: print(json.dumps(recovery(**case)), file=report))
     return found
 
 
 def summary(kills: Iterable[Mapping[str, Any]], base: str) -> list[list[object]]:
-    """Return the rows of the table: medians and maxima of each method, and its median total over that of ``base``."""
+    """Return the rows of the table: medians and maxima of each method, and its ratio to the method ``base``."""
     by_way: dict[tuple[int, float, str], list[Mapping[str, Any]]] = {}
     for kill in kills:
         by_way.setdefault((kill["workers"], kill["GiB"], kill["way"]), []).append(kill)
@@ -241,7 +250,7 @@ def summary(kills: Iterable[Mapping[str, Any]], base: str) -> list[list[object]]
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="more GiB of each worker", metavar="GIB")
+    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="more GiB per worker", metavar="GIB")
     parser.add_argument("--tell", choices=TELLS, nargs="+", default=list(TELLS))
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--beside", choices=("gloo", "torchft"), nargs="+", default=[])
@@ -250,7 +259,7 @@ def main() -> None:
     options = parser.parse_args()
     needed = max(options.workers) * (max(options.resident) + OTHERS_GIB)
     if not enough_memory(needed):
-        parser.error(f"this needs {needed:g} GiB, and less memory is available on this machine")
+        parser.error(f"the workers need {needed:g} GiB of memory, but less is available on this machine")
     if "gloo" in options.beside and beside_gloo.lacking():
         parser.error(beside_gloo.lacking())
     choose, found = random.Random(options.seed), list[dict[str, Any]]()
@@ -266,7 +275,7 @@ def main() -> None:
         for workers, gib in ((workers, gib) for workers in options.workers for gib in options.resident):
             kills = list[dict[str, Any]]()
             for number in range(options.kills):
-                # Anywhere in an all-reduce, and the same for all methods.
+                # The kill comes at a random moment of an all-reduce, and at the same moment with all methods.
                 case = {"victim": choose.randrange(workers), "pause": choose.random() * 0.05}
                 for way, recovery in (ways | others if number < options.beside_kills else ways).items():
                     took = recovery(workers=workers, gib=gib, **case)

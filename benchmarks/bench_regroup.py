@@ -4,32 +4,32 @@
     python benchmarks/bench_regroup.py --transfer
     python benchmarks/bench_regroup.py --groups
 
-Twelve workers train with TP 2, PP 2, DP 3.  The first kill leaves three spares; the second and the third (another
-position of another replica each, by --recover-inject: real SIGKILLs in a backward pass) are measured: each time the
-orphans and the spares form a new replica.  In ms, in chronological order except *unwind*, which runs in parallel:
+Twelve workers train with TP 2, PP 2, DP 3.  Three workers of different replicas and positions are killed one after the
+other, by real SIGKILLs in a backward pass (--recover-inject).  The first kill leaves three spares.  The second and the
+third kill are measured: each time the orphans and the spares form a new replica.  Phases in ms, in chronological order:
 
     detect      from the kill (when the dying worker has written its last line) to the coordinator's event
     rendezvous  until the survivors of the step have the plan of the next epoch
     step        until the current step is committed: the lost microbatches are run again, and reduced
     boundary    until the plan that places the new replica
-    groups      renewal of its groups (its slowest worker)
-    state       until its workers have received their state, or found that they hold it (the slowest)
-    first step  until the first step of the new replica is committed, less groups and state
+    groups      until the slowest worker of the new replica has its process groups
+    state       until the slowest worker of the new replica has its state
+    first step  from the plan that places the new replica until its first step is committed, less groups and state
     total       from the kill to the end of that step
 
-    unwind      from the break of an orphan's replica until the orphan has left the training (the run's slowest)
+    unwind      from the break of a replica until its slowest orphan has left the training; runs in parallel
 
-The times are from the coordinator, and from the log of each worker that takes a place.  *state* includes the wait for
+The times are from the coordinator, and from the log of each worker that takes a place.  "state" includes the wait for
 the donors, which compute until they reach the same boundary.
 
---transfer: 256 MiB from one process to another: as a state (collectives/state/receiver.py: chunks, checksums, several
-connections) into memory in use, and into new memory; by gloo alone (send and recv, into memory in use, and into new
-memory); and by a plain socket; MiB/s of wall time, and the processor time of each end.  Then the same state from two
-holders in separate processes.  Last, the slowdown of the holder's training: the time of its matrix products while it
-sends its state repeatedly, relative to the time alone.
+--transfer measures MiB/s, and the processor time of both ends, of sending 256 MiB from one process to another: as a
+state (collectives/state/receiver.py: chunks, checksums, several connections), by gloo's send and recv, and by a plain
+socket.  States and gloo's messages are received into memory in use, and into new memory.  Then the same state is
+fetched from two holders in separate processes.  Finally, the slowdown of a holder is measured: the time of its matrix
+products while it sends its state repeatedly, relative to the time without sending.
 
---groups: time until the gloo groups of two workers are renewed: by this package, all together
-(collectives/gloo/abortable_groups.py), and by torch's experimental reconfiguration, group by group; ms, in turns.
+--groups measures the time in ms until the gloo groups of two workers are renewed: by this package, which renews all
+groups together (collectives/gloo/abortable_groups.py), and by torch's experimental reconfiguration, group by group.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 WORKERS, SHAPE = 12, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 GRID = launch_grid(WORKERS, tensor=2, context=1, pipeline=2, inner_ranks=1)
 KILLS = [(GRID.replicas[0][1], 2), (GRID.replicas[1][2], 4), (GRID.replicas[2][0], 6)]
-"""Kills as (worker, iteration): each in a complete replica, and in a position for which a spare exists."""
+"""(worker, iteration) of each kill.  Each victim is in a complete replica; a spare can replace the later victims."""
 ITERATIONS = 7
 PHASES = ("detect", "rendezvous", "step", "boundary", "groups", "state", "first step", "total", "unwind")
 TAKES = re.compile(r"takes position \d+ of replica (\d+) from iteration (\d+) on: "
                    r"groups ([\d.]+) s, state ([\d.]+) s, (\d+) bytes")  # fmt: skip
-LEAVES = re.compile(r"out of the training ([\d.]+) s after")
+LEAVES = re.compile(r"left the training ([\d.]+) s after")
 
 
 def one_run(server: ForkServer, folder: Path, name: str, timeout: float) -> list[dict[str, float]]:
-    """Run once; return its recombinations."""
+    """Train once; return the phases of each measured kill."""
     model = replace(MODELS[name], global_batch=12 * MODELS[name].micro_batch)
     spec = ",".join(f"{worker}@{iteration}:backward" for worker, iteration in KILLS)
     flags = [*model.argv, *SHAPE.split(), *RECOVER, "--recover-inject", spec]
@@ -114,7 +114,7 @@ def recombination(run: Run, events: list[Event], placing: list[Event], kill: tup
     took = [found for log in run.logs for found in TAKES.finditer(log.read_text())]
     took = [found for found in took if int(found[2]) == iteration + 1]
     assert len(took) == GRID.size, f"{len(took)} workers took places after iteration {iteration}"
-    # The last plan with a fresh replica before that iteration placed them.
+    # These workers were placed by the last plan with a fresh replica before that iteration.
     epoch = [e["epoch"] for e in placing if e["fresh"] and e["iteration"] == iteration + 1][-1]
     placed = next(event["time"] for event in events if event["event"] == "plan" and event["epoch"] == epoch)
     first = next(event["time"] for event in events if event["event"] == "commit" and event["time"] > placed)
@@ -135,7 +135,7 @@ def recombination(run: Run, events: list[Event], placing: list[Event], kill: tup
 
 
 def regroup(options: Any) -> None:
-    """Print a row for each model."""
+    """Measure the forming of replicas, and print a row for each model."""
     rows: dict[str, list[dict[str, float]]] = {}
     head("model", "parameters:", "MiB moved:", *(f"{phase}:" for phase in PHASES))
     with ForkServer() as server:
@@ -161,18 +161,18 @@ MESSAGE = 8 << 20
 ROUNDS = 5
 WAYS = ("state", "state, into new memory", "gloo", "gloo, into new memory", "socket")
 PRODUCTS = 40
-"""Matrix products per measurement."""
+"""Number of matrix products per measurement."""
 
 
 def tensors(seed: int) -> dict[str, Any]:
-    """Return a state of ``SIZE`` bytes."""
+    """Return a random state of ``SIZE`` bytes, as tensors of ``TENSOR`` bytes."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     return {"column": [torch.randn(TENSOR // 4) for _ in range(SIZE // TENSOR)]}
 
 
 class Holder:
-    """Offers the state again for each round."""
+    """Holder of a state, which it offers to receivers in each round."""
 
     def __init__(self, shared: Any, number: int) -> None:
         self._peer_store = PeerStoreServer("127.0.0.1", SECRET)
@@ -188,7 +188,7 @@ SECRET = b"of the benchmark"
 
 
 def fetch(addresses: list[str], key: str, place: Any) -> Any:
-    """Fetch the state from holders at these addresses."""
+    """Fetch the state offered as ``key`` from the holders at ``addresses``; ``place`` returns the memory to fill."""
 
     def source(number: int, address: str) -> Source:
         return Source(number, lambda: open_stream(address, Challenge(SECRET), f"state/{key}"))
@@ -199,7 +199,10 @@ def fetch(addresses: list[str], key: str, place: Any) -> Any:
 
 
 def ways(me: int, shared: Any) -> dict[str, Callable[[int], Any]]:
-    """Return the functions to time at end ``me`` (0 sends, 1 receives), by name; each gets the number of the round."""
+    """Return method -> function to time in process ``me`` (0 sends, 1 receives).
+
+    Each function gets the number of the round.
+    """
     groups = GlooGroups(me, {"pair": range(2)}, shared, CancelToken(1), ring="state")
     pair = groups.backends["pair"]
     holder = Holder(shared, 0) if me == 0 else None
@@ -244,7 +247,7 @@ def ways(me: int, shared: Any) -> dict[str, Callable[[int], Any]]:
 
 
 def one_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """Time each method in turn, so that other load slows all equally."""
+    """Run one of the two processes of --transfer: time all methods in turns, so that other load slows all equally."""
     ways_here = ways(me, dist.TCPStore("127.0.0.1", port, is_master=False))
     for number in range(ROUNDS + 1):
         for name, go in ways_here.items():
@@ -256,7 +259,7 @@ def one_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
 
 
 def training_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """Run one end: end 0 holds a state and multiplies matrices, end 1 fetches the state repeatedly in odd rounds."""
+    """Run process 0, which holds a state and multiplies matrices, or process 1, which fetches it in odd rounds."""
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     holder = Holder(shared, 0) if me == 0 else None
     own, matrix = tensors(2), torch.randn(512, 512)
@@ -279,7 +282,7 @@ def training_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
 
 
 def holding_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """Run one end: ends 0 and 1 hold the state, end 2 fetches it, from both and from one in turn."""
+    """Run process 0 or 1, which hold the state, or process 2, which fetches it from both holders or from one."""
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     holder = Holder(shared, me) if me < 2 else None
     own = tensors(2)
@@ -298,7 +301,7 @@ def holding_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
 
 
 def measured(target: Callable[[int, Any, int, TextIO], None], size: int) -> list[list[Any]]:
-    """Run ``target`` in ``size`` processes; return the reports of each."""
+    """Run ``target`` in ``size`` processes; return, for each process, the objects that it reports."""
     with store() as port:
         return reported(size, partial(target, port, FORK.Barrier(size)))
 
@@ -309,7 +312,7 @@ def transfers() -> None:
     head("256 MiB by", "MiB/s:", "processor ms, sender:", "receiver:")
     speeds = {}
     for name in WAYS:
-        by_end = [[item for item in rows if item[0] == name][1:] for rows in found]  # the first warms up
+        by_end = [[item for item in rows if item[0] == name][1:] for rows in found]  # the first round warms up
         speeds[name] = [SIZE / 2**20 / item[1] for item in by_end[1]]
         cpu = [f"{1e3 * statistics.median(item[2] for item in rows):.0f}" for rows in by_end]
         row(name, f"{statistics.median(speeds[name]):.0f}", *cpu)
@@ -325,11 +328,11 @@ def transfers() -> None:
 
 
 GROUPS = (1, 8)
-"""Numbers of groups that are renewed at a time."""
+"""Numbers of groups in a measurement."""
 
 
 def grouping_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """Renew groups by both methods; report the time until this end has them."""
+    """Run one of the two processes of --groups: renew groups by both methods, and report the seconds of each."""
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
@@ -369,7 +372,7 @@ def groupings() -> None:
         medians = []
         for way in ("together", "reconfigured"):
             ends = [[seconds for *key, seconds in rows if key == [many, way]] for rows in found]
-            medians.append(1e3 * statistics.median(map(max, *(item[1:] for item in ends))))  # the first warms up
+            medians.append(1e3 * statistics.median(map(max, *(item[1:] for item in ends))))  # drops the first round
         ours, other = medians
         row(str(many), f"{ours:.1f}", f"{other:.1f}", f"{other / ours:.1f}")
     print(f"medians of {2 * ROUNDS}; {load_average()}")
@@ -378,7 +381,7 @@ def groupings() -> None:
 def main() -> None:
     parser = command_line(__doc__, timeout=600)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "small", "medium"])
-    parser.add_argument("--runs", type=int, default=2, help="runs per model; two recombinations each")
+    parser.add_argument("--runs", type=int, default=2, help="runs per model; two kills are measured in each")
     parser.add_argument("--transfer", action="store_true", help="measure state transfers instead")
     parser.add_argument("--groups", action="store_true", help="measure the renewal of gloo groups instead")
     options = parser.parse_args()

@@ -1,12 +1,14 @@
-"""Measure how soon every member of a ring stops after one of them dies or hangs in the middle of an all-reduce.
+"""Measure the time until all members of a ring stop, after one member dies or hangs in an all-reduce.
 
     python benchmarks/bench_revoke.py --world 4,8 --repeat 20 [--json FILE]
 
-Workers are processes on this machine that reduce a bucket repeatedly.  One gets a signal at a random time; the parent,
-as the membership does, sees its end (pidfd) and notifies the others; each reports when its wait raised EpochRevoked.
+Workers are processes on this machine that all-reduce a bucket repeatedly.  One worker gets SIGKILL or SIGSTOP at a
+random time.  The parent process, which replaces the membership, notices the death by a pidfd, and notifies all other
+workers.  Each of these reports the time when its wait raised EpochRevoked.
 
     struck -> raised    from the signal to the exception: includes the kernel's cleanup of the dead process
-    told -> raised      from the notification to the exception: the ring's own time (negative: the ring was faster)
+    told -> raised      from the notification to the exception: the ring's own time.  Negative if the ring noticed the
+                        death before the notification
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from recover_megatron.collectives.ledger import Bucket
 
 
 class PipeEpoch:
-    """Epoch that is revoked when a byte arrives in a pipe."""
+    """Epoch that is revoked when a byte arrives in the pipe ``pipe``."""
 
     def __init__(self, world: int, me: int, pipe: int) -> None:
         self.number = 1
@@ -70,7 +72,10 @@ def work(world: int, port: int, revokes: list[int], arguments: argparse.Namespac
 
 
 def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Return the milliseconds (struck -> raised, told -> raised) of every survivor."""
+    """Send signal ``how`` to one of ``world`` workers; return (struck -> raised, told -> raised) of all survivors.
+
+    Both are lists of milliseconds.
+    """
     pipes = [os.pipe() for _ in range(world)]
     inputs, tell = ([pipe[end] for pipe in pipes] for end in (0, 1))
     with store() as port, forked(world, partial(work, world, port, inputs, arguments)) as (pids, reports):

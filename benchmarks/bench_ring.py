@@ -1,17 +1,17 @@
-"""Compare the fault-tolerant ring with the backend's own all_reduce (gloo), in one run, alternating.
+"""Compare the time of an all-reduce by the fault-tolerant ring and by gloo.
 
     python benchmarks/bench_ring.py --world 2,4,8 --mib 1,16,64,256 [--json FILE]
 
-Every worker is a process on this machine with one compute thread.  In a repetition all workers synchronize and run one
-all-reduce; the slowest worker's time counts; ring, gloo and the two lower bounds take turns within each repetition; the
-medians are printed.
+Every worker is a process on this machine with one compute thread.  In each repetition the ring, gloo and two lower
+bounds are timed in turn: all workers synchronize, run one operation, and the slowest worker's time counts.  The medians
+over all repetitions are printed.
 
-    ratio    gloo / ring: 1.0 or more means that the ring is not slower
-    bytes    lower bound of the transport: the ring's bytes over the same kind of sockets, without order, sums or copies
-    adds     lower bound of the arithmetic: the ring's additions and copies, without the transport
+    ratio    gloo / ring: 1.0 or more means that the ring is not slower than gloo
+    bytes    lower bound for the transport: the ring's bytes over the same kind of sockets, without sums or copies
+    adds     lower bound for the arithmetic: the ring's additions and copies, without the transport
 
-Every run asserts that all workers have the same correct sum bit for bit, and that the ring's scratch is at most 2
-chunks and 2 segments (a snapshot would be a complete bucket).
+Every run asserts that all workers have the correct sum, and that the ring's scratch memory is at most 2 chunks and 2
+segments.  (A copy of the gradients before the sum would need a complete bucket.)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def gloo_group(store: dist.Store, rank: int, world: int) -> dist.ProcessGroupGlo
 
 
 class Pump:
-    """Moves bytes to the successor and from the predecessor, in any order: the best speed of the loopback."""
+    """Sends bytes to the successor and receives bytes from the predecessor, as fast as the loopback allows."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -107,7 +107,7 @@ def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
 
 
 def measure(operation: Callable[[], Any], meet: Callable[[], None]) -> tuple[float, float]:
-    """Run one repetition; return the wall and CPU seconds of this worker."""
+    """Wait for all workers, and run ``operation``; return (wall seconds, CPU seconds) of this worker."""
     meet()
     wall, cpu = time.perf_counter(), time.process_time()
     operation()
@@ -161,7 +161,7 @@ def compare(
             sample = measure(operation, meet)
             if name in ("ring", "gloo"):
                 assert float(bucket.flat.min()) == float(bucket.flat.max()) == world * (world + 1) / 2
-            if number:  # the first one warms up
+            if number:  # the first repetition warms up
                 times[name].append(sample)
     chunk = max(sum(map(len, chunk)) for chunk in chunks)
     bound = 2 * 4 * (chunk + segment)
@@ -199,9 +199,9 @@ def main() -> None:
     parser.add_argument("--world", type=numbers(int), default=[2, 4, 8])
     parser.add_argument("--mib", type=numbers(float), default=[1.0, 16.0, 64.0, 256.0])
     parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
-    parser.add_argument("--volume-mib", type=float, default=1024, help="target of repetitions times bucket size")
-    parser.add_argument("--least", type=int, default=5, help="minimum of the repetitions")
-    parser.add_argument("--most", type=int, default=50, help="maximum of the repetitions")
+    parser.add_argument("--volume-mib", type=float, default=1024, help="target for repetitions times bucket size")
+    parser.add_argument("--least", type=int, default=5, help="minimum number of repetitions")
+    parser.add_argument("--most", type=int, default=50, help="maximum number of repetitions")
     arguments = parser.parse_args()
     print(f"before: {load_average()}, carrier {arguments.transport_kind}")
     head(*(f"{column}:" for column in COLUMNS))

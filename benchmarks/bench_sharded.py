@@ -6,14 +6,15 @@
 
 D is the data-parallel size, k the number of shadows (--recover-shadow-shards).
 
-    iteration    stock, k = 1 and k = 0 are alive at once and take turns, as in bench_overhead.py: medians of the
-                 ratios to stock of each turn, with quartiles, of the time and of the processor time of all workers
-    wire         rings of D members over TCP without shared memory; the kernel counts the bytes on their connections
-                 (TCP_INFO), including message headers; per member, relative to the bytes of the bucket
-    memory       training runs with a model of 16 and of 32 bits; size of each worker's optimizer state at the end,
+    iteration    runs of stock Megatron, k = 1 and k = 0 are alive at the same time and take turns, as in
+                 bench_overhead.py; prints the median ratio to stock, with quartiles, of the wall time and of the
+                 processor time of all workers
+    wire         bytes that a member of a ring of D members receives over TCP without shared memory, relative to the
+                 bytes of the bucket; the kernel counts them (TCP_INFO), including message headers
+    memory       size of each worker's optimizer state after a training run, with a 16-bit and with a 32-bit model,
                  read through torch's interface (``held`` of timed_pretrain.py)
-    repartition  training runs with one death: seconds of the event "repartition", bytes as the workers count them
-    table        models too large for this machine: computed by the formulas that accompany the measured numbers
+    repartition  training runs with one death: seconds of the event "repartition", and bytes that the workers count
+    table        models that are too large for this machine, computed by the formulas that the other parts check
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ SECTIONS = ("wire", "memory", "repartition", "iteration", "table")
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 KINDS = {"bf16": (["--bf16"], 12), "fp32": ([], 8)}
-"""Kinds of model: flags, bytes of optimizer state per parameter (two moments; with 16 bits also a 32-bit master)."""
+"""Type of a model -> (flags, bytes of optimizer state per parameter): two moments, with bf16 also a 32-bit master."""
 DIES_IN = 4
-"""Iteration of the death in "repartition"."""
+"""Iteration in which a worker dies in the part "repartition"."""
 GIB, MIB = 1 << 30, 1 << 20
 LARGE = (("7B", 7e9, 1, 1), ("70B", 70e9, 8, 4), ("405B", 405e9, 8, 16))
-"""Large models: name, parameters, TP, PP."""
+"""(name, parameters, TP, PP) of each large model."""
 LINK = 50e9
-"""Bandwidth in bytes per second and GPU, for the table."""
+"""Assumed bandwidth for the part "table", in bytes per second and GPU."""
 
 # ---- the formulas
 
 
 def copies(size: int, shadows: int) -> int:
-    """Return the copies of each part of the state: at most one per member."""
+    """Return the number of copies of each part of the state: the owner's and the shadows, at most one per member."""
     return 1 + min(shadows, size - 1)
 
 
 def state(parameters: float, size: int, shadows: int, each: int = 12) -> float:
-    """Return the bytes of optimizer state of a worker, with ``each`` bytes per parameter."""
+    """Return a worker's bytes of optimizer state, with ``each`` bytes per parameter of the model."""
     return each * parameters / size * copies(size, shadows)
 
 
@@ -80,10 +81,11 @@ def gathered(size: int) -> float:
 
 
 def moved(size: int) -> float:
-    """Return the number of shards that are moved after one death, with one shadow.
+    """Return the size of the state that is moved after one death, with one shadow, in shards.
 
-    The shard of the dead worker is distributed over size - 1 workers, each part to an owner and a shadow; its shadow
-    has all of it already.  That shadow also becomes the shadow of the dead worker's predecessor, and gets its shard.
+    The dead worker's shard is distributed over size - 1 workers: each part goes to a new owner and a new shadow.  The
+    dead worker's shadow has this shard, and receives no part of it.  Instead it becomes the shadow of the dead worker's
+    predecessor, and receives the predecessor's shard.
     """
     return 3 - 2 / (size - 1)
 
@@ -97,8 +99,8 @@ def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any]
 
     def work(group: Group) -> int:
         bucket = Bucket(torch.ones(numel, dtype=dtype))
-        group.exchange([0])  # the connections are open
-        predecessor = group._transport._in  # type: ignore[attr-defined]  # only used here: no interface
+        group.exchange([0])  # opens the connections
+        predecessor = group._transport._in  # type: ignore[attr-defined]  # no interface, because only used here
         meet.wait()
         before = received_over(predecessor)
         meet.wait()
@@ -110,7 +112,7 @@ def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any]
 
 
 def wire(options: Any) -> list[dict[str, Any]]:
-    """Measure reduce-scatter with 0, 1, 2 shadows, and all-gather, for every size."""
+    """Measure the bytes of a reduce-scatter with 0, 1 and 2 shadows, and of an all-gather, for every D."""
     rows = []
     numel = options.mib * MIB // 4
     print(f"\nBytes sent per member, relative to a bucket of {options.mib} MiB: measured (formula)\n")
@@ -135,14 +137,14 @@ def wire(options: Any) -> list[dict[str, Any]]:
 
 
 def shadows_of(number: int | None) -> list[str]:
-    """Return the flags of a side; None: stock."""
+    """Return the flags of a run with ``number`` shadows; None: stock Megatron."""
     return [] if number is None else [*RECOVER, "--recover-shadow-shards", str(number)]
 
 
 def state_after(
     server: ForkServer, folder: Path, size: int, model: str, iterations: int, flags: list[str], options: Any
 ) -> list[dict[str, Any] | None]:
-    """Train once; return the results of each worker; None if it was killed."""
+    """Train once; return the contents of each worker's state-<rank>.json; None for a worker that was killed."""
     run = train(
         server, folder, size, [*MODELS[model].argv, SHARDED, *flags], iterations=iterations, killed=None,
         environment={"BENCH_STATE": "1"}, timeout=options.timeout,
@@ -152,7 +154,7 @@ def state_after(
 
 
 def memory(options: Any) -> list[dict[str, Any]]:
-    """Measure the bytes of optimizer state per worker and model parameter."""
+    """Measure each worker's bytes of optimizer state per parameter of the model."""
     rows = []
     print("\nBytes of optimizer state per worker and model parameter, mean (largest); formula for the mean\n")
     head("model", "D:", "stock", "k = 0", "k = 1", "k = 2", "formula: stock, k = 0:", "k = 1:", "k = 2:")
@@ -174,7 +176,7 @@ def memory(options: Any) -> list[dict[str, Any]]:
 
 
 def repartition(options: Any) -> list[dict[str, Any]]:
-    """Measure the redistribution of state after a death."""
+    """Measure the seconds and bytes of the redistribution of optimizer state after a death."""
     rows = []
     print("\nState that is moved after one death, one shadow, 16-bit model\n")
     last = "bytes of all over a shard's (formula)", "most of a worker:"
@@ -194,7 +196,7 @@ def repartition(options: Any) -> list[dict[str, Any]]:
 
 
 def one_death(server: ForkServer, model: str, size: int, victim: int, options: Any) -> dict[str, Any]:
-    """Make a run that loses ``victim``."""
+    """Train once, with the death of worker ``victim``; return the measurements of the redistribution."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--bf16", *shadows_of(1), "--recover-inject", f"{victim}@{DIES_IN}:backward"]
         left = [item for item in state_after(server, Path(folder), size, model, DIES_IN + 3, flags, options) if item]
@@ -209,7 +211,7 @@ def one_death(server: ForkServer, model: str, size: int, victim: int, options: A
 
 
 def iteration(options: Any) -> list[dict[str, Any]]:
-    """Measure iteration times of stock, one shadow, no shadow."""
+    """Measure the time of an iteration of stock Megatron, with one shadow, and without shadows."""
     sides = {"stock": shadows_of(None), "k=1": shadows_of(1), "k=0": shadows_of(0)}
     rows = []
     print("\nTime of an iteration, relative to stock (quartiles)\n")
@@ -230,7 +232,7 @@ def iteration(options: Any) -> list[dict[str, Any]]:
                     )  # fmt: skip
                     rows.append({"model": model, "D": size, "overlap": overlap, "ratios": found, **measured})
     middles = [statistics.median(item["ratios"]["k=1"]["wall"]) for item in rows]
-    print(f"\nk = 1: median of the medians {statistics.median(middles):.3f}; {options.blocks - WARM_UP} turns each")
+    print(f"\nk = 1: median of the ratios {statistics.median(middles):.3f}; {options.blocks - WARM_UP} turns each")
     return rows
 
 
@@ -238,7 +240,7 @@ def iteration(options: Any) -> list[dict[str, Any]]:
 
 
 def table(options: Any) -> list[dict[str, Any]]:
-    """Compute the memory and the traffic of shadows per GPU; bf16 parameters, 32-bit gradients."""
+    """Compute the memory and the traffic of shadows per GPU, for bf16 parameters and 32-bit gradients."""
     del options
     rows = []
     print(f"\nPer GPU; computed, not measured; a link of {LINK / 1e9:.0f} GB/s\n")

@@ -1,17 +1,17 @@
-"""Measure the time from a worker's death to full strength: hot spare, restarted worker, restarted job.
+"""Measure the time from a worker's death until all replicas train again: hot spare, restarted worker, restarted job.
 
     python benchmarks/bench_spares.py --runs 3
 
 recover-run trains on the host device, with three data-parallel replicas of one worker each, which simulate devices that
-take --microbatch-seconds per microbatch.  In the middle a worker gets SIGKILL (for the restarted job: all workers, as a
-scheduler does).  In seconds from the kill:
+take --microbatch-seconds per microbatch.  After iteration STRIKE one worker gets SIGKILL; for the restarted job the
+complete job gets SIGKILL, as from a scheduler.  Columns, in seconds from the kill:
 
     next step       until the next iteration is committed
-    whole           until an iteration of three replicas begins: the commit of the first one, less the duration of an
-                    iteration before the kill; also in such iterations
+    whole           until the first iteration of three replicas begins, which is "committed" less the duration of an
+                    iteration before the kill; "iterations" is this time divided by that duration
     committed       until the first iteration of three replicas is committed
-    groups, state   parts of that, from the log of the worker that takes the place
-    lost            iterations that are run again (--save-interval of the restarted job: 10)
+    groups, state   parts of "committed", from the log of the worker that takes the place: its process groups, its state
+    lost            number of iterations that are run again (the restarted job has --save-interval 10)
 
 The three methods take turns, so that other load slows all of them equally.
 """
@@ -49,13 +49,14 @@ from recover_megatron.run_log.steps import StepRecord, read_steps
 
 WAYS = ("hot spare", "worker started again", "job started again")
 REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10
-"""The kill comes when iteration STRIKE is committed; the run is stopped GO_ON iterations after full strength."""
+"""The kill comes when iteration STRIKE is committed.  After the first iteration of three replicas, a run is stopped as
+soon as its steps.jsonl has GO_ON iterations.  SAVE is the value of --save-interval."""
 TAKES = re.compile(r"takes position .*: groups ([\d.]+) s, state ([\d.]+) s")
 PATIENCE = 300.0
 
 
 class Launch:
-    """Process of recover-run, in a separate session."""
+    """Running process of recover-run, in a separate session."""
 
     def __init__(self, folder: Path, argv: Sequence[str], pace: float, workers: int = REPLICAS, **more: str) -> None:
         """``more``: additional environment variables."""
@@ -72,7 +73,7 @@ class Launch:
         return list(read_steps(path)) if path.exists() else []
 
     def wait(self, what: Any) -> float:
-        """Wait until ``what()`` is true; return the time."""
+        """Wait until ``what()`` is true; return the time (monotonic clock).  Raises RuntimeError after ``PATIENCE``."""
         until = time.monotonic() + PATIENCE
         while not what():
             if time.monotonic() > until:
@@ -85,12 +86,12 @@ class Launch:
         self._process.wait()
 
     def ended(self) -> int | None:
-        """Return the exit code if it has exited."""
+        """Return the exit code of recover-run; None if recover-run is still running."""
         return self._process.poll()
 
 
 def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
-    """Measure one kill."""
+    """Measure one kill with the method ``way``."""
     model = MODELS[options.model]
     saves = ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVE)]
     training = [SCRIPT, *COMMON, *model.argv, "--train-iters", "100000", "--log-interval", "1000", *saves, "--recover"]

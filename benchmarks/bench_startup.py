@@ -1,10 +1,10 @@
-"""Measure the seconds from the launch command to the end of the first iteration: recover-run and torchrun.
+"""Compare the seconds from the launch to the end of the first iteration, with recover-run and with torchrun.
 
     python benchmarks/bench_startup.py --workers 1 4 8 --repeat 3
 
-Every launcher starts the same script with the same flags (a tiny GPT on the host device, mock data, data parallel), in
-turn within one run, so that other load slows all of them equally.  Prints a table of medians with the ratio to torchrun
-and, with --json FILE, writes every measurement.
+Both launchers start the same script with the same flags: a tiny GPT on the host device, mock data, data parallel.  They
+take turns, so that other load slows both equally.  Prints a table of medians with the ratio to torchrun; --json FILE
+writes every measurement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ LAUNCHERS = {
 
 
 def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> float:
-    """Launch, wait for the log line of iteration 1 and for the end of the run.  Raises RuntimeError if it fails."""
+    """Launch a run and wait for its end; return the seconds until the log line of iteration 1.
+
+    Raises RuntimeError if the run fails.
+    """
     command = [sys.executable, *(part.format(workers=workers) for part in LAUNCHERS[launcher]), SCRIPT, *FLAGS]
     started = time.perf_counter()
     process = subprocess.Popen(

@@ -3,27 +3,26 @@
     python benchmarks/bench_step_recovery.py --runs 4
     python benchmarks/bench_step_recovery.py --runs 2 --resident 0 1 --microbatch-seconds 0.25
 
-Each run trains with --recover and loses a worker three times (--recover-inject: real SIGKILLs from inside, in another
-phase and of another worker each time), from four data-parallel replicas down to one.  --resident: each worker has this
-many additional GiB, all pages touched.  --tell: signal by which the launcher notices a death (bench_recovery.py); one
-run with each in turn.  For each recovery, in ms:
+Each run trains with --recover, from four data-parallel replicas down to one.  It loses three workers by real SIGKILLs
+(--recover-inject), each in another phase.  --resident adds GiB of touched memory to each worker.  --tell chooses how
+the launcher notices a death (bench_recovery.py); runs with each choice take turns.  For each recovery, in ms:
 
     detect      from the kill to the coordinator's event
-    rendezvous  from the time a survivor joins the next epoch until it has the plan
+    rendezvous  from the time when a survivor joins the next epoch until it has the plan
     regroup     opening the rings of the new epoch
-    pull        fetching sums that are finished at any member
-    rerun       running the lost microbatches: the only part that is training
-    reduce      summing the unfinished spans (again)
+    pull        fetching the sums that are finished at any member
+    rerun       running the lost microbatches: the only phase that is training
+    reduce      summing the spans that are not finished
     agree       until the step is committed
-    without rerun   the sum of all phases except the re-run
-    longer      the iteration less the median of previous iterations without a death, less the re-run
+    without rerun   the sum of all phases except "rerun"
+    longer      duration of the iteration, less the median duration of previous iterations without a death, less "rerun"
 
 The phases are from the worker that writes events.jsonl.  A survivor joins the next epoch only when its own microbatches
-are done: its computation until then is not lost.  "longer" includes all other effects of a death.
+are done, so no computation of a survivor is lost.  "longer" includes all other effects of a death.
 
-Memory: resident bytes of the survivors, the peak within the iteration against the previous peaks, and the bytes of
-saved finished sums.  ratio: the median of "without rerun" relative to the last --tell.  --json FILE writes every
-measurement.
+Memory: resident bytes of a survivor, namely the peak in the iteration against the previous peaks, and the bytes of
+finished sums that were saved.  "ratio" is the median of "without rerun" relative to that with the last --tell.
+--json FILE writes every measurement.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ KILLS_AT = (5, 9, 13)
 ITERATIONS = 15
 COLUMNS = (*PHASES, "without rerun", "longer")
 WORKER_GIB = 0.6
-"""Memory of a worker in addition to --resident."""
+"""Memory of a worker in addition to --resident, in GiB."""
 
 
 def schedule(number: int, workers: int) -> list[tuple[int, int, str]]:
-    """Return (worker, iteration, phase) of the kills of a run: another survivor and other phases in each run."""
+    """Return (worker, iteration, phase) of the kills in run ``number``; survivor and phases differ between runs."""
     first = number % workers
     victims = [(first + 1 + at) % workers for at in range(len(KILLS_AT))]
     return [
@@ -77,7 +76,7 @@ def schedule(number: int, workers: int) -> list[tuple[int, int, str]]:
 def one_run(
     server: ForkServer, folder: Path, number: int, resident: float, tell: str, options: Any
 ) -> list[dict[str, Any]]:
-    """Run once; return its recoveries."""
+    """Train once; return the measurements of each recovery."""
     workers, _ = LAYOUTS["dp4"]
     kills = schedule(number, workers)
     spec = ",".join(f"{worker}@{iteration}:{phase}" for worker, iteration, phase in kills)
@@ -93,7 +92,7 @@ def one_run(
 
 
 def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tuple[int, int, str]]) -> dict[str, Any]:
-    """Return the phases of one kill in milliseconds, and its memory in MiB."""
+    """Return the measurements of the recovery from ``kill``: phases in milliseconds, memory in MiB."""
     victim, iteration, phase = kill
     (survivor,) = {*range(len(run.codes))} - {worker for worker, _, _ in kills}
     struck = float((folder / f"struck-{victim}").read_text())
@@ -112,7 +111,7 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
     usual = statistics.median(seconds[at] for at in quiet)
     found["longer"] = 1e3 * (seconds[iteration] - usual) - found["rerun"]
     found["usual"] = 1e3 * usual
-    # A row has the peak of the previous iteration.
+    # Each row contains the peak of the iteration before it.
     found["peak before, MiB"] = max(rows[at + 1]["peak"] for at in quiet) / 1024
     found["peak, MiB"] = rows[iteration + 1]["peak"] / 1024
     found["set aside, MiB"] = (accounts[-1]["saved_bytes"] if accounts else 0) / 2**20
@@ -120,7 +119,10 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
 
 
 def summary(recoveries: Sequence[Mapping[str, Any]], base: str) -> list[list[object]]:
-    """Return the last rows of the table, one per --resident and --tell, with the ratio to the --tell ``base``."""
+    """Return the rows of medians and maxima: one per value of --resident and --tell.
+
+    ``base``: value of --tell to which the ratio refers.
+    """
     by_way: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
     for item in recoveries:
         by_way.setdefault((item["GiB"], item["tell"]), []).append(item)
@@ -136,14 +138,14 @@ def summary(recoveries: Sequence[Mapping[str, Any]], base: str) -> list[list[obj
 
 def main() -> None:
     parser = command_line(__doc__, model="small", microbatch_seconds=0.0, timeout=600)
-    parser.add_argument("--runs", type=int, default=4, help="runs, of three kills each")
+    parser.add_argument("--runs", type=int, default=4, help="number of runs, with three kills each")
     parser.add_argument("--flags", default="", help="more Megatron flags")
-    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="more GiB of each worker", metavar="GIB")
+    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="more GiB per worker", metavar="GIB")
     parser.add_argument("--tell", choices=("pidfd", "mutex"), nargs="+", default=["pidfd", "mutex"])
     options = parser.parse_args()
     needed = LAYOUTS["dp4"][0] * (max(options.resident) + WORKER_GIB)
     if not enough_memory(needed):
-        parser.error(f"this needs {needed:g} GiB, and less memory is available on this machine")
+        parser.error(f"the workers need {needed:g} GiB of memory, but less is available on this machine")
     rows: list[dict[str, Any]] = []
     head("GiB each", "told by", "killed in", *COLUMNS, "ratio")
     cases = itertools.product(options.resident, range(options.runs), options.tell)
@@ -158,11 +160,11 @@ def main() -> None:
     of = {name: [item[name] for item in rows] for name in rows[0]}
     growth = [item["peak, MiB"] - item["peak before, MiB"] for item in rows]
     print(
-        f"\nmilliseconds; {len(rows)} kills; an iteration without a death: {statistics.median(of['usual']):.0f}; "
-        f"peak memory of a survivor {min(of['peak before, MiB']):.0f} MiB or more, in a recovery "
-        f"{statistics.median(growth):+.1f} MiB (at most {max(growth):+.1f}); saved sums at most "
-        f"{max(of['set aside, MiB']):.1f} MiB, the gradients take "
-        f"{4 * MODELS[options.model].parameters / 2**20:.1f}; {load_average()}"
+        f"\ntimes in milliseconds; {len(rows)} kills; an iteration without a death takes "
+        f"{statistics.median(of['usual']):.0f}; peak memory of a survivor: {min(of['peak before, MiB']):.0f} MiB or "
+        f"more, in a recovery {statistics.median(growth):+.1f} MiB (at most {max(growth):+.1f}); saved sums: at most "
+        f"{max(of['set aside, MiB']):.1f} MiB; all gradients: "
+        f"{4 * MODELS[options.model].parameters / 2**20:.1f} MiB; {load_average()}"
     )
     write(options, rows)
 

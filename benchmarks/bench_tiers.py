@@ -1,20 +1,21 @@
-"""Measure the cost of the memory tier, and how long a lost node keeps a run from committing: memory against disk.
+"""Measure the cost of the memory tier, and the time to recover from a lost node: from memory and from disk.
 
     python benchmarks/bench_tiers.py --model medium --iterations 60
 
-Two "nodes" of two workers on one host, two pipelines of two stages in Megatron's default order: a node has a stage of
-both replicas.
+Two simulated nodes of two workers run on one host, as two pipelines of two stages in Megatron's default order.  So each
+node has one stage of both replicas.
 
-    cost     runs without failures, in turn: off, K = 1, 10, 100, --rounds times; for each the median iteration, the
-             mean (every K-th includes a snapshot), the peak resident memory of a worker; and, as counted by the run,
-             how long training waited for a snapshot, and how long the snapshot took in the background
-    loss     both workers of the second node get SIGKILL in one iteration and are not replaced: seconds from the
-             coordinator's first event to the start of the iteration after the first committed one, iterations that are
-             run again, and the duration of the load.  Memory (K = 10), and disk (--save-interval 10)
+    cost     runs without failures, with a snapshot after every K-th iteration (K = 1, 10, 100) and without snapshots
+             ("off"), --rounds times in turn.  Measured: the median and the mean time of an iteration, the peak resident
+             memory of a worker, the wait of the training for a snapshot ("waited"), and the time that a snapshot takes
+             in the background ("behind")
+    loss     both workers of the second node get SIGKILL in one iteration and are not replaced.  Measured: seconds from
+             the first event "fault" until the first iteration after the rollback is complete, the duration of the load,
+             and the number of iterations that are run again; with memory (K = 10), and with disk (--save-interval 10)
 
---sharded: with the distributed optimizer, each worker's shards in a separate part.
+--sharded trains with the distributed optimizer, so that each worker saves its own shards.
 
-Everything runs on one machine, so a snapshot uses the loopback and the disk is the page cache.
+Everything runs on one machine, so a snapshot uses the loopback, and the disk is the page cache.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from tests.harness.forkserver import ForkServer
 
 NODES = ["a", "a", "b", "b"]
 WARM = 5
-"""Number of first iterations that are not counted, since they contain one-time work."""
+"""Number of iterations at the start of a run that are not counted, because they contain one-time work."""
 EVERY = 10
 """Iterations between two snapshots, and between two checkpoints, in the runs with a loss."""
 CLOCK = time.time() - time.monotonic()
-"""Offset from the clock of the iterations to the clock of the events."""
+"""Seconds to add to the monotonic clock of the iterations to get the clock of the events."""
 COUNTED = ("waited", "behind")
 INTERVALS = (0, 1, 10, 100)
-"""Values of K; 0: off."""
+"""Numbers of iterations between two snapshots (K); 0: no snapshots."""
 
 
 def tier(every: int) -> list[str]:
@@ -51,7 +52,7 @@ def tier(every: int) -> list[str]:
 
 
 def run(server: ForkServer, folder: Path, options: Any, iterations: int, flags: list[str], victims: set[int]) -> None:
-    """Train to the end; raise RuntimeError if a worker ends unexpectedly."""
+    """Train to the end.  Raises RuntimeError if a worker exits unexpectedly; ``victims`` are expected to be killed."""
     workers, shape = LAYOUTS["pp2-dp2"]
     sharded = ["--use-distributed-optimizer"] * options.sharded
     train(
@@ -62,7 +63,7 @@ def run(server: ForkServer, folder: Path, options: Any, iterations: int, flags: 
 
 
 def cost(server: ForkServer, options: Any, every: int) -> dict[str, float]:
-    """Run once; return milliseconds of an iteration, and MiB."""
+    """Train once with K = ``every``; return milliseconds, and the peak memory of a worker in MiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(server, folder, options, options.iterations, tier(every), set())
@@ -75,7 +76,7 @@ def cost(server: ForkServer, options: Any, every: int) -> dict[str, float]:
 
 
 def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
-    """Run once, losing a node; return the times and the repeated iterations."""
+    """Train once and lose a node; return seconds, and the number of iterations that were run again."""
     strikes_at = 2 * EVERY + EVERY // 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -96,7 +97,7 @@ def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
 
 def main() -> None:
     parser = command_line(__doc__, model="small", timeout=900)
-    parser.add_argument("--iterations", type=int, default=60, help="iterations of the runs without failures")
+    parser.add_argument("--iterations", type=int, default=60, help="number of iterations of a run without failures")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true")
     options = parser.parse_args()

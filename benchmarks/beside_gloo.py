@@ -1,9 +1,10 @@
 """Worker of bench_recovery.py that recovers by torch's own reconfiguration of gloo, without this package.
 
-The workers all-reduce repeatedly.  In gloo only the neighbours of a dead worker get an error, and nothing names the
-dead worker.  So the launcher does: it sets a key of torch's store, for which a thread of each worker waits.  That
-thread reconfigures the group among the survivors (``torch.distributed._reconfigure``: since torch 2.14, which calls it
-experimental).  An all-reduce that waits for the dead worker fails when the kernel closes the connection.
+The workers all-reduce repeatedly.  In gloo only the neighbours of a dead worker get an error, and the error does not
+name the dead worker.  So the launcher reports the dead worker: it sets a key of torch's store, for which a thread of
+each worker waits.  This thread reconfigures the group among the survivors by ``torch.distributed._reconfigure``, which
+torch has since 2.14 and calls experimental.  An all-reduce that waits for the dead worker fails when the kernel closes
+the connection.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ import torch
 import torch.distributed as dist
 
 DEAD = "dead"
-"""Key with which the launcher reports the dead worker."""
+"""Key in torch's store by which the launcher reports the dead worker."""
 PATIENCE = timedelta(seconds=60)
 
 
 def lacking() -> str:
-    """Return why this cannot run here, as a message; empty if it can."""
+    """Return a message if this torch cannot reconfigure gloo; else an empty string."""
     return "" if hasattr(dist, "_reconfigure") else f"torch {torch.__version__} cannot reconfigure gloo (2.14 can)"
 
 
 class Teller:
-    """Launcher's side: reports a death to the workers."""
+    """Part of the launcher that reports a death to the workers."""
 
     def __init__(self, store_port: int) -> None:
         self._store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         self.told: dict[str, float] = {}
-        """Time ``detect`` of the first reported death."""
+        """"detect" -> time of the first report, in seconds of the monotonic clock; empty before the report."""
 
     def tell(self, dead: int, how: str) -> None:
         """Report to all workers that ``dead`` has died, unless an earlier death was reported."""
@@ -46,7 +47,10 @@ class Teller:
 
 
 def work(store_port: int, size: int, elements: int, warm_up: int, me: int, report: TextIO) -> None:
-    """Run one worker: reduce until a death is reported, reconfigure, reduce once more, report the times, and wait."""
+    """Run one worker: all-reduce until a death, reconfigure the group, all-reduce once more, report the times.
+
+    Afterwards the worker waits until it is killed.
+    """
     torch.set_num_threads(1)
     times: dict[str, float] = {}
 
@@ -69,7 +73,7 @@ def work(store_port: int, size: int, elements: int, warm_up: int, me: int, repor
     configured = threading.Event()
 
     def watch() -> None:
-        shared = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # separate: waiting occupies a connection
+        shared = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # new, because wait() blocks a connection
         shared.wait([DEAD], timedelta(days=1))
         note("revoke")
         dead = int(shared.get(DEAD))

@@ -1,14 +1,14 @@
 """Measure torchft: from SIGKILL of a replica to the first committed all-reduce among the survivors.
 
-bench_recovery.py --beside torchft creates an environment with torchft (``Torchft``) and runs this file there: one
-request per line on stdin (JSON: workers, gib, setting, victim, pause, ...), the milliseconds of that recovery per line
-on stdout.
+bench_recovery.py --beside torchft creates an environment with torchft (``Torchft``), and runs this file in it.  Each
+line on stdin is a request for one recovery, as JSON: workers, gib, setting, victim, pause, ...  The answer is a line on
+stdout with the milliseconds of the recovery.
 
-Each replica is one process, forked from this one when torch and torchft are imported; all use one lighthouse.  A step
-is as in torchft's examples, without a model: start_quorum, allreduce, should_commit.  The recovery ends with the first
-step that commits with one participant fewer, on the last survivor.  torchft detects a death itself: by missing
-heartbeats, and by the errors and timeouts of gloo.  If all survivors share a connection with the dead replica they get
-an error at once; else one of them waits for the timeout of gloo.
+Each replica is one process, forked from this one after the import of torch and torchft; all replicas use one
+lighthouse.  A step is as in torchft's examples, without a model: start_quorum, allreduce, should_commit.  The recovery
+ends when the last survivor has committed a step with one participant fewer.  torchft detects a death itself, by missing
+heartbeats and by errors and timeouts of gloo.  A survivor with a connection to the dead replica gets an error without
+delay; a survivor without such a connection waits for the timeout of gloo.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "group": 2.0,
     },
 }
-"""Settings.  ``lighthouse``: flags; ``heartbeat``: seconds between a manager's heartbeats; ``group``: timeout of gloo's
-operations in seconds; None: torchft's default."""
+"""Name of a setting -> its values.  "lighthouse": flags of the lighthouse.  "heartbeat": seconds between a manager's
+heartbeats.  "group": timeout of gloo's operations in seconds.  None: torchft's default."""
 
 
 class Torchft:
-    """Measures recoveries in the environment of torchft; use as a context manager."""
+    """Context manager that runs this file in an environment with torchft, and measures recoveries there."""
 
     def __enter__(self) -> Torchft:
-        """Create the environment unless it exists, and start the program.  Raises CalledProcessError."""
+        """Create the environment if it does not exist, and start this file in it.
+
+        Raises CalledProcessError if torchft cannot be installed.
+        """
         python = FOLDER / "bin" / "python"
         if not python.exists():
             venv.create(FOLDER, with_pip=True)
@@ -63,12 +66,12 @@ class Torchft:
         return self
 
     def recovery(self, **request: Any) -> dict[str, float]:
-        """Measure one recovery; return its milliseconds.  Raises RuntimeError if torchft does not recover."""
+        """Measure one recovery; return its milliseconds as "total".  Raises RuntimeError if torchft fails."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         if not (answer := self._process.stdout.readline()):
-            raise RuntimeError(f"torchft did not recover: {LOG}")
+            raise RuntimeError(f"torchft did not recover; its log is {LOG}")
         return {"total": float(answer)}
 
     def __exit__(self, *exception: object) -> None:
@@ -85,14 +88,14 @@ def lighthouse(port: int, flags: list[str]) -> subprocess.Popen[bytes]:
 
 
 def work(port: int, request: dict[str, Any], occupied: Barrier, me: int, report: TextIO) -> None:
-    """Run one replica: commit steps, report when warm, and when a step was committed by one replica fewer."""
+    """Run one replica: commit steps, and report after the warm-up, and after a step with one participant fewer."""
     import torch
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
 
     torch.set_num_threads(1)
-    held = occupy(request["gib"])  # noqa: F841  as long as the process lives
-    occupied.wait()  # otherwise a replica with short timeouts would time out while another one allocates memory
+    held = occupy(request["gib"])  # noqa: F841  keeps the memory as long as the process lives
+    occupied.wait()  # so that no replica's short timeout expires while another replica still allocates memory
     setting = SETTINGS[request["setting"]]
     group = ProcessGroupGloo(timeout=timedelta(seconds=setting["group"])) if setting["group"] else ProcessGroupGloo()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -103,7 +106,7 @@ def work(port: int, request: dict[str, Any], occupied: Barrier, me: int, report:
         replica_id=f"replica-{me}", hostname="127.0.0.1", **beats,
     )  # fmt: skip
     whole, was_reported = 0, False
-    while True:  # also after the report: the others may need another step
+    while True:  # continues after the report, because other survivors may need another step
         manager.start_quorum()
         manager.allreduce(torch.ones(request["elements"])).wait()
         if not manager.should_commit():
@@ -136,7 +139,7 @@ def recovery(request: dict[str, Any]) -> float:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of the replicas is not an answer
+    os.dup2(2, 1)  # the replicas' output must not mix with the answers
     import torchft  # noqa: F401
 
     for line in sys.stdin:

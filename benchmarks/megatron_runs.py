@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: command line, models, layouts, flags, a training, results of timed_pretrain.py."""
+"""Common functions of the benchmarks: command line, tables, models, flags, forked workers and training runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FSDP = (
     "--ckpt-format fsdp_dtensor"
 ).split()
 RECOVER = ["--recover", "--recover-hang-timeout", "3600"]
-"""Flags of a run; the hang timeout is long since of two runs that take turns one pauses while the other runs."""
+"""Flags of a run with recovery.  The hang timeout is long, because runs that take turns pause for a long time."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ LAYOUTS = {
     "tp2-dp2": (4, "--tensor-model-parallel-size 2"),
     "pp2-dp2": (4, "--pipeline-model-parallel-size 2"),
 }
-"""Layouts: name -> workers, flags."""
+"""Name of a layout -> (number of workers, Megatron's flags)."""
 
 
 COMMON_OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ def command_line(text: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 
 def write(options: argparse.Namespace, found: Any) -> None:
-    """Write the file of --json, if it was given."""
+    """Write ``found`` to the file of --json, if the user gave one."""
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
@@ -122,13 +122,16 @@ def row(*cells: object) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a child process: it finds the repository, and computes in one thread."""
+    """Return environment variables for a child process that imports this repository and computes in one thread."""
     return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
 @contextmanager
 def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[list[int], list[TextIO]]]:
-    """Fork processes that run ``work(rank, report)``; yield their pids and report streams; kill them at the end."""
+    """Fork ``size`` processes that run ``work(rank, report)``; kill them on exit from the context.
+
+    Yields the pids, and the streams from which the lines can be read that the processes write to ``report``.
+    """
     started, reports = list[Any](), list[TextIO]()
     try:
         for rank in range(size):
@@ -147,13 +150,13 @@ def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[l
 
 
 def reported(size: int, work: Callable[[int, TextIO], object]) -> list[list[Any]]:
-    """Run ``work(rank, report)`` in ``size`` processes; return for each the JSON of each reported line."""
+    """Run ``work(rank, report)`` in ``size`` processes; return, per process, the parsed JSON of each reported line."""
     with forked(size, work) as (_, reports):
         return [[json.loads(line) for line in report] for report in reports]
 
 
 def occupy(gib: float) -> object:
-    """Allocate ``gib`` GiB of private memory and touch each page; the result keeps it."""
+    """Allocate ``gib`` GiB of private memory and touch each page; return an object that keeps the memory."""
     import torch
 
     return torch.ones(int(gib * 2**30), dtype=torch.uint8)
@@ -237,9 +240,11 @@ def train(
     environment: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Run:
-    """Train with ``COMMON`` and ``flags`` and the log folder ``folder``; ``more``: arguments of ``ForkServer.run``.
+    """Train ``iterations`` iterations with the flags ``COMMON`` and ``flags``, and the log folder ``folder``.
 
-    Raises RuntimeError if a worker ends unexpectedly: expected are SIGKILL for ``killed`` (None: any), 0 for others.
+    ``killed``: workers that must be killed by SIGKILL, whereas all other workers must exit with code 0; None: any
+    worker may be killed.  ``more``: additional arguments of ``ForkServer.run``.  Raises RuntimeError if a worker exits
+    with another code.
     """
     argv = [script, *COMMON, "--log-interval", "100", "--train-iters", str(iterations), *flags]
     argv += ["--recover-log-dir", str(folder)] if "--recover" in flags else []
@@ -252,17 +257,23 @@ def train(
 
 
 def played(*seconds: float) -> dict[str, str]:
-    """Return the environment of workers that simulate devices of fixed speed, in seconds per microbatch."""
+    """Return environment variables for workers that simulate devices of fixed speed.
+
+    ``seconds``: seconds per microbatch, for each worker in turn.
+    """
     return {"BENCH_MICROBATCH": ",".join(map(str, seconds))}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines."""
+    """Return the parsed lines of a file in JSON Lines format."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def times(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """Return the rows of a worker, one for the moment before each iteration; the last row has iteration None."""
+    """Return the rows that timed_pretrain.py wrote for a worker: one before each iteration, and one at the end.
+
+    The row at the end has the iteration None.
+    """
     return lines(folder / f"times-{rank}.jsonl")
 
 

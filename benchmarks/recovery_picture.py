@@ -1,11 +1,12 @@
-"""Draw one recovery of a real run: the activity of each worker around the moment when one of them was killed.
+"""Draw one recovery of a real run: the activity of each worker before and after one worker is killed.
 
     python benchmarks/recovery_picture.py FOLDER OUT.svg
 
-Four workers train in FOLDER (unless it contains a run), and one gets SIGKILL in its backward pass; each has a lane.
+If FOLDER contains no run, four workers train there, and one of them gets SIGKILL in its backward pass.  The picture has
+one lane per worker.
 
 Workers simulate devices of fixed speed (BENCH_MICROBATCH of timed_pretrain.py), so that the phases of a recovery are
-visible on any machine; otherwise it is a normal run.  Each worker records its usual progress marks, with the time.
+visible on any machine.  Each worker also records its progress marks with their times; otherwise the run is normal.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ STYLE = """
   @media (prefers-color-scheme: dark) { text { fill: #d7dbe0 } .in { fill: #fff } .run { fill: #3f7fbd }
   .again { fill: #d0652c } .wait { fill: #45494e } .gone { stroke: #666 } .death { fill: #ff8a80 } }
 """
-"""Style of the SVG; it follows the reader's colour scheme."""
+"""CSS of the picture, which follows the reader's colour scheme."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Activity of a worker from ``begin`` to ``end``, seconds: a microbatch, or (None) waiting for others."""
+    """Activity of a worker from ``begin`` to ``end``, in seconds.
+
+    ``microbatch``: number of the microbatch that the worker runs; None: the worker waits for other workers.
+    """
 
     begin: float
     end: float
@@ -53,7 +57,10 @@ class Span:
 
 
 def spans(marks: Sequence[dict[str, Any]], last: float) -> list[Span]:
-    """Convert a worker's marks to spans, each up to the next mark, or ``last``; adjacent equal spans are merged."""
+    """Convert a worker's progress marks to spans.  Each span ends at the next mark; the last one at ``last``.
+
+    Adjacent spans of the same activity are merged.
+    """
     found: list[Span] = []
     for mark, end in zip(marks, [*(mark["at"] for mark in marks[1:]), last], strict=True):
         if mark["microbatch"] is None and not mark["waiting"]:
@@ -68,7 +75,7 @@ def spans(marks: Sequence[dict[str, Any]], last: float) -> list[Span]:
 
 
 def svg(folder: Path) -> str:
-    """Return the picture of the run in ``folder``."""
+    """Return the picture of the run in ``folder``, as SVG."""
     marks = [lines(folder / f"marks-{worker}.jsonl") for worker in range(WORKERS)]
     faults = [event for path in sorted(folder.glob("events-?.jsonl")) for event in lines(path)]
     death = min(event["mono"] for event in faults if event["event"] == "fault" and event["worker"] == KILLED)
@@ -110,7 +117,7 @@ def svg(folder: Path) -> str:
     beyond = 1000 * sum(s for phase, s in recovery["seconds"].items() if phase != "rerun")
     words = [
         "Blue: microbatches 0 to 7 of each step. Grey: waiting. Orange: two microbatches of the dead worker, run by",
-        f"others in the same step. Other cost of the death: {beyond:.0f} ms.",
+        f"other workers in the same step. Other costs of the death: {beyond:.0f} ms.",
     ]
     for row, line in enumerate(words):
         parts.append(f'<text class="small" x="{left}" y="{bottom + 16 + 15 * row}">{line}</text>')
@@ -122,7 +129,7 @@ def svg(folder: Path) -> str:
 
 
 def run(folder: Path) -> None:
-    """Train, with a death.  Raises CalledProcessError if the run fails."""
+    """Train in ``folder``, with the death of one worker.  Raises CalledProcessError if the run fails."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(WORKERS)]
     command += ["--log-dir", str(folder)]
@@ -133,7 +140,7 @@ def run(folder: Path) -> None:
 
 
 def work() -> None:
-    """Run a worker: record its marks, and train."""
+    """Train in this worker, and record the worker's progress marks."""
     out = open(f"{os.environ['BENCH_OUT']}/marks-{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115
     mark = Session.mark
 

@@ -1,29 +1,29 @@
 """pretrain_gpt_recover.py with a clock: the script of the benchmarks that compare complete training runs.
 
-It records the start of each iteration, by the same few lines with and without --recover; the environment selects more
-functions (none by default):
+It records the start of each iteration, by the same code with and without --recover.  Environment variables select more
+functions:
 
-    BENCH_OUT=DIR           every worker appends to DIR/times-<rank>.jsonl, one line per iteration: "at", the time
-                            before it; "go", the time after a pause; "cpu", the processor seconds of the process so
-                            far; "loss", of the previous iteration
-    BENCH_BLOCK=K           before iterations 1, 1+K, 1+2K, ... the worker writes a byte to DIR/done and waits for one
-                            in DIR/go-<rank>: so two runs can take turns
-    BENCH_KILL=W@I,...      worker W gets SIGKILL in its first backward pass of iteration I (from 1), once: a file in
-                            DIR records it
+    BENCH_OUT=DIR           every worker appends a row to DIR/times-<rank>.jsonl before each iteration: "at", the time;
+                            "go", the time after the pause of BENCH_BLOCK; "cpu", the processor seconds that the process
+                            has used; "loss", the loss of the previous iteration
+    BENCH_BLOCK=K           before iterations 1, 1+K, 1+2K, ... the worker writes a byte to DIR/done and waits for a
+                            byte in DIR/go-<rank>, so that two runs can take turns
+    BENCH_KILL=W@I,...      worker W gets SIGKILL in its first backward pass of iteration I (from 1).  A file in DIR
+                            records the kill, so that it is not repeated after a restart
     BENCH_MICROBATCH=S,...  simulates a device of fixed speed: a microbatch takes at least S seconds, a third of them
-                            forward, independent of the processors' load (the worker sleeps for the rest); several
-                            speeds are assigned to the ranks cyclically
-    BENCH_MEMORY=1          a row also has "peak", the peak resident KiB since the previous row, "resident", the
-                            current resident KiB, and "pid"
-    BENCH_RESIDENT=GIB      the worker has this much additional memory from the start, each page touched
+                            for the forward pass; the worker sleeps until they have passed.  Several values are assigned
+                            to the ranks cyclically
+    BENCH_MEMORY=1          a row also has "peak", the peak resident KiB since the previous row; "resident", the
+                            current resident KiB; and "pid"
+    BENCH_RESIDENT=GIB      the worker has this much additional memory from the start, with each page touched
     BENCH_STRUCK=1          a worker that kills itself first writes the time to DIR/struck-<rank>
-    BENCH_THREADS=1         a row also has the usage of each thread so far, by name: "threads", processor seconds;
-                            "waits", the number of times it gave up the processor to wait
-    BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
-                            model, "bytes" of its optimizer's own tensors (``held``), and "came", the bytes received in
-                            each redistribution of a distributed optimizer's state
+    BENCH_THREADS=1         a row also has the usage of each thread by name: "threads", the processor seconds; "waits",
+                            the number of voluntary context switches
+    BENCH_STATE=1           after the training every worker writes DIR/state-<rank>.json: "parameters", the number of
+                            parameters of its model; "bytes", the size of its optimizer's own tensors (``held``);
+                            "came", the bytes received in each redistribution of a distributed optimizer's state
     BENCH_TRAFFIC=1         a row also has "received", the bytes received over all TCP connections of the process, as
-                            the kernel counts them, and "tensors", the bytes of the memory of all torch tensors; rings
+                            the kernel counts them; and "tensors", the bytes of the memory of all torch tensors.  Rings
                             use no shared memory
 """
 
@@ -49,7 +49,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt_recover.py"
 
 
 class Clock:
-    """Wrapper of train_step (inside the wrapper of --recover) and, for kills, of the backward pass."""
+    """Wrapper of Megatron's functions in one worker, for the functions listed in the module's docstring."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._rank = int(environment["RANK"])
@@ -91,7 +91,7 @@ class Clock:
 
     @staticmethod
     def _around(original: Any, wrapper: Any) -> Any:
-        # --recover checks the parameters of the functions that it wraps: keep those of the original.
+        # functools.wraps keeps the signature, because --recover checks the signatures of functions that it wraps.
         return functools.wraps(original)(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,13 +147,13 @@ class Clock:
         return came
 
     def close(self) -> None:
-        """Write the last row, when the run is over."""
+        """Write the last row, after the training."""
         row = {"iteration": None, "at": time.monotonic(), "cpu": time.process_time(), "loss": self._loss}
         self._file.write(json.dumps(row) + "\n")
 
 
 def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` and return its result after at least ``seconds``."""
+    """Call ``function``; return its result, not earlier than ``seconds`` after the call began."""
     until = time.monotonic() + seconds
     result = function(*args, **kwargs)
     time.sleep(max(0.0, until - time.monotonic()))
@@ -161,9 +161,10 @@ def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def held(optimizer: Any, model: Any) -> int:
-    """Return the bytes of the parameters and state of Megatron's optimizer, without scalars and the model's own memory.
+    """Return the bytes of the tensors that Megatron's optimizer updates or keeps as state.
 
-    Read through torch's interface, so equally for all of Megatron's optimizers, with and without --recover.
+    Scalars, and tensors in the model's own memory, are not counted.  Uses only torch's optimizer interface, so it works
+    for all of Megatron's optimizers, with and without --recover.
     """
     models = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
     sizes: dict[int, int] = {}
@@ -179,20 +180,20 @@ def held(optimizer: Any, model: Any) -> int:
 def memory() -> dict[str, int]:
     """Return the peak resident KiB of this process since the last call, the current resident KiB, and its pid."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     return {"peak": int(status["VmHWM"].split()[0]), "resident": int(status["VmRSS"].split()[0]), "pid": os.getpid()}
 
 
 def traffic() -> dict[str, int]:
-    """Return the bytes received so far, and the bytes of all tensors."""
+    """Return the bytes that this process has received over TCP, and the bytes of all its tensors."""
     return {"received": received(), "tensors": tensors()}
 
 
 def received() -> int:
     """Return the bytes received over the open TCP connections of this process."""
-    found: dict[str, int] = {}  # by socket: some sockets have two descriptors
+    found: dict[str, int] = {}  # socket -> bytes, because a socket may have two descriptors
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing's own descriptor, one closed meanwhile, or not a connection
+        with suppress(OSError):  # the descriptor was closed after the listing, or is no connection
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:") and target not in found:
                 with socket.socket(fileno=os.dup(int(name))) as connection:
@@ -220,7 +221,7 @@ def tensors() -> int:
 
 
 def threads() -> dict[str, dict[str, float]]:
-    """Return the usage of each thread of this process so far, by name; others are "other"."""
+    """Return the usage of this process's threads, by thread name; threads unknown to Python are named "other"."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     used: dict[str, float] = {}
     waits: dict[str, float] = {}

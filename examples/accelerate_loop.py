@@ -2,9 +2,10 @@
 
     recover-run --elastic --max-restarts 2 --nproc-per-node 4 examples/accelerate_loop.py
 
-Four places of such a loop change: accelerate must see one process (recover-run connects the workers); batches are
-selected by number; the library calls ``zero_grad``, ``backward`` and ``optimizer.step``; and ``Accelerator`` has
-``gradient_accumulation_steps=1``, its default, since the library divides by the number of batches.
+A loop with accelerate needs four changes.  accelerate must see a single process, because recover-run connects the
+workers.  Batches are selected by number.  recover_megatron calls ``zero_grad``, ``backward`` and ``optimizer.step``.
+``Accelerator`` keeps its default ``gradient_accumulation_steps=1``, since recover_megatron divides by the number of
+batches.
 """
 
 import os
@@ -29,7 +30,7 @@ data = torch.randn(4096, 32, dtype=torch.float64, generator=torch.Generator().ma
 
 
 def microbatch(step: int, j: int) -> torch.Tensor:
-    """Return the loss of batch j of a step: rows of the data by number, on any worker."""
+    """Return the loss of batch ``j`` of ``step``, which has the same rows of the data on any worker."""
     first = ((step - 1) * BATCHES + j) * 8 % len(data)
     batch = data[first : first + 8].to(accelerator.device)
     return (model(batch) - batch.sum(1, keepdim=True)).square().mean()

@@ -2,11 +2,10 @@
 
     recover-run --nproc-per-node 4 examples/hsdp_pytorch.py --shards 2 --iterations 200
 
-Two consecutive workers form a shard group: they share one copy of the model, and torch.distributed sees only them, so
-FSDP2 runs inside a shard group as usual.  Sums over the shard groups, for each shard separately, use this library's
-ring.  If a worker dies, its shard group is lost: its other workers exit, too.  The other shard groups finish the
-iteration, and every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die
-and whenever.
+Two consecutive workers form a shard group: they share one copy of the model, and their torch.distributed contains only
+these two workers, so FSDP2 runs as usual.  recover_megatron's ring sums each shard over the shard groups.  If a worker
+dies, the other worker of its shard group exits, too, and the other shard groups finish the iteration.  Every iteration
+sums the gradients of the same M microbatches, each exactly once, even if workers die.
 """
 
 import argparse
@@ -35,14 +34,14 @@ class Block(torch.nn.Module):
 
 
 def sharded_model(shards: int) -> torch.nn.Module:
-    """Create the same model in every shard group, each worker with its shard of every parameter."""
+    """Create the model, which is equal in every shard group; this worker holds its shard of every parameter."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(*[Block() for _ in range(BLOCKS)], torch.nn.Linear(WIDTH, 1)).double()
     mesh = dist.init_device_mesh("cpu", (shards,))
     for module in [*model, model]:
         fully_shard(module, mesh=mesh)
-        module.set_gradient_divide_factor(1.0)  # a sum: the M losses are divided by M already
-        module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
+        module.set_gradient_divide_factor(1.0)  # no division, because each loss is divided by M
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
     return model
 
 
@@ -53,13 +52,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.target = torch.randn(WIDTH, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         self.bucket = Bucket.of_gradients(self.model.parameters(), extra=1 + M)
-        self.loss, self.counts = self.bucket.flat[-1 - M], self.bucket.flat[-M:]  # summed as the gradients are
+        self.loss, self.counts = self.bucket.flat[-1 - M], self.bucket.flat[-M:]  # summed with the gradients
         self.iteration = 1
         self.ran: list[int] = []  # in this iteration, by this worker
 
     def run(self, j: int) -> None:
-        """Add microbatch j, while the shard group's peers add the adjacent ones: FSDP sums them, in shards."""
-        samples = torch.Generator().manual_seed(1000 * self.iteration + j)  # the same on any worker
+        """Run microbatch ``j``, while the other workers of the shard group run the adjacent ones; FSDP sums all."""
+        samples = torch.Generator().manual_seed(1000 * self.iteration + j)  # equal on all workers
         x = torch.randn(8, WIDTH, dtype=torch.float64, generator=samples)
         loss = (self.model(x) - x @ self.target).square().mean() / M
         loss.backward()
@@ -71,9 +70,9 @@ class Trainer:
         self.ran.append(j)
 
     def share(self) -> list[int]:
-        """Return this worker's share of the microbatches that no shard group had when it joined.
+        """Return this worker's share of the microbatches that no shard group has run in this iteration.
 
-        Microbatches are distributed in rows, one per worker of a shard group: FSDP sums a row together.
+        A shard group gets microbatches in rows of one per worker, because FSDP sums the gradients of a row together.
         """
         column, shards = self.column, self.column.shards
         had: dict[int, set[int]] = {number: set() for number in column.shard_groups}
@@ -86,24 +85,27 @@ class Trainer:
         return shared[column.shard_group.number][column.shard_group.shard]
 
     def finish_iteration(self) -> None:
-        """Run the missing microbatches, sum them, and agree with all.  Raises EpochRevoked if a worker has died."""
+        """Run this worker's missing microbatches, sum the gradients over the shard groups, and agree on the step.
+
+        Raises EpochRevoked if a worker has died.
+        """
         group, own = self.column.group([self.bucket]), self.share()
-        with self.bucket.save_sums():  # keeps the finished sums
+        with self.bucket.save_sums():  # keeps finished sums while microbatches are run again
             for j in own:
                 self.run(j)
         group.all_reduce(self.bucket).wait()
         self.column.agree(self.iteration)
 
     def step(self) -> None:
-        assert self.counts.eq(1).all(), f"iteration {self.iteration} has its microbatches {self.counts.tolist()} times"
-        self.optimizer.step()  # with the same bits on every worker of the column
+        assert self.counts.eq(1).all(), f"iteration {self.iteration}: microbatches counted {self.counts.tolist()}"
+        self.optimizer.step()  # equal to the bit on all workers of the column
         print(f"iteration {self.iteration} loss {self.loss.item()!r}", flush=True)
         self.bucket.clear()
         self.iteration, self.ran = self.iteration + 1, []
 
     def train(self, iterations: int) -> None:
         while True:
-            # The workers of a shard group act together: they continue only if none of them must join first.
+            # If one worker of the shard group must join a new epoch first, all its workers join.
             if not all_of_us(self.column.opened([self.bucket])):
                 self.column.join({"iteration": self.iteration, "ran": self.ran})
             elif self.iteration > iterations:
@@ -111,7 +113,7 @@ class Trainer:
             else:
                 with contextlib.suppress(EpochRevoked):
                     self.finish_iteration()
-            if self.column.committed >= self.iteration:  # also if only the join has reported it
+            if self.column.committed >= self.iteration:  # a join may report the commit, too
                 self.step()
 
 
@@ -123,14 +125,14 @@ def all_of_us(yes: bool) -> bool:
 
 
 def main(shards: int, iterations: int) -> None:
-    column = Column.from_environment(shards=shards)  # first: it refuses incomplete shard groups
+    column = Column.from_environment(shards=shards)  # raises an error for incomplete shard groups
     group = column.shard_group
     store, _, _ = next(dist.rendezvous("env://"))
     own = dist.PrefixStore(f"shard group {group.number}", store)
     dist.init_process_group("gloo", store=own, rank=group.shard, world_size=shards)
     try:
         Trainer(column).train(iterations)
-    except RuntimeError:  # from gloo: a peer of the shard group is unreachable
+    except RuntimeError:  # gloo raises it if a peer of the shard group is unreachable
         column.shard_group.end_if_broken()
         raise
     column.leave()

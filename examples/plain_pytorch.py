@@ -2,8 +2,8 @@
 
     recover-run --elastic --max-restarts 2 --nproc-per-node 4 examples/plain_pytorch.py
 
-Every step sums the gradients of the same 16 microbatches, each exactly once, whichever workers die and whenever.  A
-worker that replaces a lost one gets parameters and optimizer state from the workers that train.
+Every step sums the gradients of the same 16 microbatches, each exactly once, even if workers die.  A worker that
+replaces a lost worker receives parameters and optimizer state from the workers that train.
 """
 
 import argparse
@@ -20,7 +20,7 @@ target = torch.randn(32, 1, dtype=torch.float64, generator=torch.Generator().man
 
 
 def microbatch(step: int, j: int) -> torch.Tensor:
-    """Return the loss of microbatch j of a step: the same samples on any worker."""
+    """Return the loss of microbatch ``j`` of ``step``, which has the same samples on any worker."""
     x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * step + j))
     return (model(x) - x @ target).square().mean()
 
@@ -31,9 +31,9 @@ def main(iterations: int, checkpoint: str | None) -> None:
         elastic.load_state_dict(torch.load(checkpoint))
 
     def save() -> None:
-        new = f"{checkpoint}.{elastic.worker}"  # a separate file: an evicted worker may still write its own
+        new = f"{checkpoint}.{elastic.worker}"  # one file per worker, because an evicted worker may still write
         torch.save(elastic.state_dict(), new)
-        elastic.check()  # raises if this worker was evicted meanwhile
+        elastic.check()  # raises an error if this worker was evicted during the save
         os.rename(new, str(checkpoint))
 
     for done in run(elastic, microbatch, iterations):

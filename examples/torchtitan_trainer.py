@@ -1,12 +1,12 @@
-"""Adapter for torchtitan's trainer, whose steps then survive kill -9 of workers, and the command to start it.
+"""Adapter that makes the steps of torchtitan's trainer survive kill -9 of workers.
 
     recover-run --elastic --max-restarts 2 --nproc-per-node 8 examples/torchtitan_trainer.py \\
         --module llama3 --config llama3_debugmodel
 
-For torchtitan 0.3.0.  Each worker is a torchtitan of one process which holds the complete model (no FSDP, TP, PP or
-EP), with the global batch as its gradient accumulation; the library distributes the microbatches.  Two methods of
-``Trainer`` are replaced: ``batch_generator``, since microbatches are selected by number, and ``train_step``, which
-finishes the step.  The leading worker writes checkpoints, and all workers read them.
+For torchtitan 0.3.0.  Each worker runs torchtitan as a single process with the complete model (no FSDP, TP, PP or EP),
+and with gradient accumulation over the global batch; recover_megatron distributes the microbatches over the workers.
+Two methods of ``Trainer`` are replaced: ``batch_generator``, since microbatches are selected by number, and
+``train_step``, which runs a step of recover_megatron.  The leading worker writes checkpoints; all workers read them.
 """
 
 import os
@@ -27,16 +27,19 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Steps:
-    """Batches of a data loader, one step at a time."""
+    """Reader of a data loader that keeps the ``count`` batches of the current step."""
 
     def __init__(self, batches: Iterator[Batch], count: int) -> None:
         self._batches, self._count = batches, count
         self.read = 0
-        """Last step that was read: above 0 if the data loader continued from a checkpoint."""
+        """Last step whose batches were read; initially the checkpoint's step, or 0."""
         self._now: list[Batch] = []
 
     def of(self, step: int) -> list[Batch]:
-        """Return the batches of ``step``, which never decreases; batches of skipped steps are read and dropped."""
+        """Return the batches of ``step``; the batches of steps in between are read and dropped.
+
+        ``step`` must not be less than in an earlier call.
+        """
         while self.read < step:
             self._now = [next(self._batches) for _ in range(self._count)]
             self.read += 1
@@ -44,19 +47,19 @@ class Steps:
 
 
 class ElasticTrainer(Trainer):
-    """Trainer that uses the steps of ``ElasticDataParallel``."""
+    """torchtitan's trainer with the steps of ``ElasticDataParallel``."""
 
     steps: Iterator[StepResult] = iter(())
     ntokens_seen: int
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Any:
-        """Return torchtitan's batches by step."""
+        """Return a reader of torchtitan's batches by step, and begin the elastic run."""
         self.data = Steps(iter(super().batch_generator(data_iterable)), self.gradient_accumulation_steps)
         self.steps = self._begin()
         return self.data
 
     def train_step(self, data_iterator: Any) -> None:
-        """Run a step that is finished even if workers die in it."""
+        """Run one step, which is finished even if workers die."""
         done = next(self.steps)
         rates = self.lr_schedulers.get_metrics()
         self.lr_schedulers.step()
@@ -74,13 +77,13 @@ class ElasticTrainer(Trainer):
             before_update=self._clip,
             backward=lambda loss: None,
         )
-        elastic.completed = self.data.read = self.step  # what the checkpoint had
+        elastic.completed = self.data.read = self.step  # number of steps in the loaded checkpoint
         save = self.checkpointer.save
         self.checkpointer.save = lambda *of, **how: elastic.lead(lambda: save(*of, **how), "checkpoint")
         return run(elastic, self._microbatch, self.config.training.steps)
 
     def _microbatch(self, step: int, j: int) -> torch.Tensor:
-        """Run forward and backward of one microbatch; its loss is divided by the valid tokens of the step."""
+        """Run forward and backward of microbatch ``j``, with its loss divided by the valid tokens of the step."""
         batches = self.data.of(step)
         valid = sum((labels != IGNORE_INDEX).sum() for _, labels in batches)
         inputs, labels = batches[j]
@@ -91,8 +94,8 @@ class ElasticTrainer(Trainer):
                 labels=labels.to(self.device),
                 global_valid_tokens=torch.as_tensor(valid, device=self.device),
             )
-        self.ntokens_seen = tokens  # counted when the step is finished, for all workers
-        return loss.detach() * self.gradient_accumulation_steps  # the library divides it; backward has run already
+        self.ntokens_seen = tokens  # train_step counts the tokens of all workers when the step is finished
+        return loss.detach() * self.gradient_accumulation_steps  # recover_megatron will divide the loss by this number
 
     def _clip(self) -> None:
         parameters = list(self.model_parts[0].parameters())
@@ -101,7 +104,10 @@ class ElasticTrainer(Trainer):
 
 
 def be_one_process() -> None:
-    """Make torch.distributed see this process alone, and torchtitan no shards: recover-run connects the workers."""
+    """Configure torch.distributed for this single process, and disable torchtitan's sharding.
+
+    recover-run connects the workers.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -115,7 +121,7 @@ def main() -> None:
     be_one_process()
     trainer = ElasticTrainer(ConfigManager().parse_args())
     trainer.train()
-    next(trainer.steps, None)  # no step is left: it leaves the run
+    next(trainer.steps, None)  # no step is left, so this call makes the worker leave the run
     trainer.close()
 
 

@@ -382,7 +382,7 @@ def test_what_an_interrupted_pass_of_version_2_has_begun_comes_before_the_next_o
             "bf16 types",
         ),
         ({"megatron_fsdp_grad_comm_dtype": "bf16"}, "--megatron-fsdp-grad-comm-dtype auto"),
-        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size yet: Megatron 0.19.2 itself ignores"),
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size yet: with several shard groups"),
         ({"fp16": True}, "--fp16 yet: Megatron 0.19.2 itself fails in its first step"),
         ({"megatron_fsdp_version": 2, "save": "here"}, "--no-save-optim with --save"),
         ({"num_distributed_optimizer_instances": 3}, "does not divide the 4 data-parallel ranks"),

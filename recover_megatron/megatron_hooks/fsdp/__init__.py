@@ -1,1 +1,1 @@
-"""Megatron-FSDP: a replica is a shard group; only gradient shards are summed over replicas."""
+"""Hooks for Megatron-FSDP: each replica is one shard group, and only gradient shards are summed over replicas."""

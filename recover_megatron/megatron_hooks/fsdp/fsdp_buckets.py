@@ -1,15 +1,15 @@
-"""Megatron-FSDP's gradients: Megatron sums them inside a shard group, and ``instep.step`` sums over shard groups.
+"""Megatron-FSDP's gradients: Megatron sums inside each shard group, and ``instep.step`` sums over the shard groups.
 
     backward pass of a microbatch  --reduce-scatter inside the shard group-->  Megatron adds to this worker's shard
     last microbatch of a pass      --Gradients.ready (stock: all-reduce, outer group)-->  the step sums the shard
     the step is committed          --finish_grad_sync-->  Megatron attaches the shards to the optimizer
 
-The workers of a column, which have the same position in every shard group, sum their shards.  Megatron scales gradients
-before its reduce-scatter, by the launch's number of data-parallel ranks, so this module does not scale.
+The workers of a column, which have the same position in every shard group, sum their shards.  This module does not
+scale gradients: before its reduce-scatter, Megatron divides them by the launch's number of data-parallel ranks.
 
 If a strategy does not shard gradients (``optim``), each worker accumulates the complete bucket over the microbatches of
-a pass.  At the end of the pass Megatron reduces the bucket once, in place; then only this worker's shard of the bucket
-is a sum.  A further pass of the same step begins with zeros, and the shard's earlier value is added at the end.
+a pass.  At the end of the pass Megatron reduces the bucket in place, after which only this worker's shard is a valid
+sum.  So a further pass of the same step starts from zeros, and at its end the shard's earlier value is added.
 
 Shards are padded to equal sizes, and the padding of a communication buffer is uninitialized memory, so the padding is
 zeroed before a shard is summed.
@@ -41,33 +41,33 @@ class FsdpBuckets:
     """The gradient shards of this worker's model chunks, numbered as in ``gradients``.
 
     Has the attributes and methods of ``buckets.Buckets`` that a step needs.  ``accumulated`` counts every gradient that
-    Megatron adds.  ``shadows``: number of copies of each part of the optimizer state in addition to the owner's, if the
-    state is sharded over the shard groups; None: each shard group has the complete state.
+    Megatron adds.  ``shadows``: None if each shard group has the complete optimizer state.  If the state is sharded
+    over the shard groups: number of copies of each part in addition to the owner's copy.
     """
 
     overlap: Overlap | None = None
     overlaps = False
-    """False: the update itself gathers parameters over shard groups; a forward pass gathers inside the shard group."""
+    """False: parameters are gathered over shard groups before the next forward pass begins, not during that pass."""
     instances = 1
 
     def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated, shadows: int | None) -> None:
         grid = manager.view.grid
         index = model[0].megatron_fsdp_dist_index
         self.tail = ring_order(column_of(index.get_dp_group()), grid)
-        """The column that sums a step's tail: all ranks with separate microbatches."""
+        """The column over which a step sums its tail: all data-parallel ranks."""
         self._buffers: list[Any] = []
         self._number: dict[tuple[int, int], int] = {}
         self._shards: list[torch.Tensor] = []
         self._padding: list[list[Span]] = []
         self._before: dict[int, torch.Tensor] = {}
-        """Number of a shard -> its sum from earlier passes of this step, if the present pass began with zeros."""
+        """Number of a shard -> the shard's sum over earlier passes of this step; only for shards that were zeroed."""
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
         """(column, flat parameters) of each bucket, in the order of ``gradients``; empty if ``shadows`` is None."""
         self.outer: list[tuple[Any, Column, OuterBucket]] = []
         """(model chunk, column, bucket) of each bucket; empty if ``shadows`` is None."""
         columns: dict[Column, Column] = {}
-        # In the order of the backward pass, as far as that order is known before the first backward pass.
+        # Reversed, because the backward pass will produce the gradients in about this order.
         for chunk in reversed(model):
             index, buffer = chunk.megatron_fsdp_dist_index, chunk.param_and_grad_buffer
             pipeline = chunk.module.grad_reduce_pipeline
@@ -103,10 +103,10 @@ class FsdpBuckets:
         return column, tensor.numel()
 
     def begin(self) -> None:
-        """Begin a step.  Does nothing, because Megatron has zeroed the gradients."""
+        """Do nothing at the start of a step, because Megatron has zeroed the gradients."""
 
     def new_pass(self, *, again: bool) -> None:
-        """Begin a pass over the model.  ``again``: True if it is not the first pass of the step."""
+        """Prepare the gradient shards for a pass over the model.  ``again``: False for the first pass of a step."""
         self._before.clear()
         if again:
             for number, buffer in enumerate(self._buffers):
@@ -121,7 +121,7 @@ class FsdpBuckets:
         self._before.clear()
 
     def _inside_alone(self, pipeline: Any) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-        """Return a wrapper that makes Megatron reduce only in the shard group, and gives the step complete shards."""
+        """Return a wrapper that reduces only inside the shard group, and reports complete shards to the step."""
 
         def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
             def _bucket_group_gradient_reduce(
@@ -129,7 +129,7 @@ class FsdpBuckets:
             ) -> bool:
                 done = original(bucket_group, async_op, **{OUTER_SUM: False})
                 if outer_fsdp_group_grad_reduce:
-                    with torch.cuda.stream(pipeline.rs_stream):  # the stream on which Megatron added the last gradient
+                    with torch.cuda.stream(pipeline.rs_stream):  # Megatron added the last gradient on it
                         for of_group in bucket_group:
                             self._ready(self._number[id(pipeline), of_group])
                 return done
@@ -145,14 +145,14 @@ class FsdpBuckets:
 
 
 class FsdpBuckets2:
-    """The gradient shards of Megatron-FSDP 2 (`version2`).
+    """The gradient shards of this worker's model chunks with Megatron-FSDP 2 (`version2`).
 
     ``accumulated`` counts every gradient that Megatron adds.
     """
 
     overlap: Overlap | None = None
     overlaps = False
-    """False: parameters are gathered only inside the shard group, which Megatron does in a forward pass."""
+    """False: no parameters are gathered over shard groups."""
     instances = 1
     shards = None
     """None: each shard group has the complete optimizer state."""
@@ -161,9 +161,9 @@ class FsdpBuckets2:
         grid = manager.view.grid
         everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.tail = ring_order(column_of(everyone), grid)
-        """The column that sums a step's tail: all ranks with separate microbatches."""
+        """The column over which a step sums its tail: all data-parallel ranks."""
         outer = ring_order(column_of(parallel_state.get_inter_distributed_optimizer_instance_group()), grid)
-        # In the order of the backward pass, as far as that order is known before the first backward pass.
+        # Reversed, because the backward pass will produce the gradients in about this order.
         self._groups = [
             group for chunk in reversed(model) for group in reversed(version2.groups_of(chunk)) if group.requires_grad
         ]
@@ -193,11 +193,11 @@ class FsdpBuckets2:
         """Begin a step: zero the gradient shards (Megatron does not), even if this worker has no microbatches."""
         for group in self._groups:
             group.main_grad.local_buffer.zero_()
-            for index, parameter in enumerate(group.fsdp_parameters):  # Megatron adds to an existing gradient
+            for index, parameter in enumerate(group.fsdp_parameters):  # so that Megatron adds to the zeroed shard
                 parameter.sharded.grad = group.main_grad.get_dtensor(index)
 
     def new_pass(self, *, again: bool) -> None:
-        """Begin a pass over the model; ``again``, a further pass of the same step, makes no difference."""
+        """Mark all shards incomplete at the start of a pass over the model.  ``again`` is ignored."""
         self._unsettled = set(range(len(self._groups)))
 
     def settle(self) -> None:
@@ -212,14 +212,14 @@ class FsdpBuckets2:
             shard[span.start : span.stop] = 0
 
     def _inside_alone(self, number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a wrapper that makes Megatron reduce only in the shard group, and gives the step complete shards."""
+        """Return a wrapper that reduces only inside the shard group, and reports complete shards to the step."""
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:
                 if self._marks_last and number not in self._unsettled:
                     raise Disagreement(
-                        f"a gradient of parameter group {number} arrived after Megatron had marked the group's last "
-                        "gradient: this worker stops before the step is committed"
+                        f"a gradient of parameter group {number} arrived after the gradient that Megatron had marked "
+                        "as the group's last; this worker stops before the step is committed"
                     )
                 original(partial_grad, False)
                 if self._marks_last and is_last_microbatch:

@@ -1,4 +1,4 @@
-"""Megatron's flags that --recover refuses with --use-megatron-fsdp; all other refusals are in ``entry.refused``."""
+"""Flags of Megatron that --recover refuses only together with --use-megatron-fsdp (other flags: ``entry.refused``)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FSDP_RULES = [
     _yet("--ddp-average-in-collective", "the step sums over shard groups and does not average"),
     _yet("--fp16", "Megatron 0.19.2 itself fails in its first step with an AttributeError: to unscale, it reads the "
          "gradient of each parameter, but a parameter without elements in a worker's shard has no gradient"),
-    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: each instance is a replica, and with only "
-         "one, a worker's shard is lost with the worker", unless(is_above_one("num_distributed_optimizer_instances"))),
+    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: each instance is a replica, and with one "
+         "replica a lost worker's shard has no copy", unless(is_above_one("num_distributed_optimizer_instances"))),
     Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: for plain data parallelism (no_shard), "
          "remove --use-megatron-fsdp",
          lambda args: getattr(args, _STRATEGY, "no_shard") == "no_shard"),
@@ -30,8 +30,8 @@ FSDP_RULES = [
          "gradients are summed over shard groups in the dtype in which they are stored",
          lambda args: (getattr(args, "megatron_fsdp_grad_comm_dtype", None)
                        not in (None, "auto", getattr(args, "megatron_fsdp_main_grads_dtype", None)))),
-    _yet("--pipeline-model-parallel-size", "Megatron 0.19.2 itself ignores the pipeline stages in its mesh of several "
-         "shard groups, and fails with an error of einops",
+    _yet("--pipeline-model-parallel-size", "with several shard groups, Megatron 0.19.2 itself leaves the pipeline "
+         "stages out of its device mesh, and fails with an error of einops",
          is_above_one("pipeline_model_parallel_size")),
 ]  # fmt: skip
 
@@ -48,7 +48,7 @@ SECOND_RULES = [
     yet("bf16 types of --use-precision-aware-optimizer", "Megatron does not find the gradients, and clips by a norm "
         "of 0", keeps(*BF16), among=_SECOND),
 ]  # fmt: skip
-"""Additional refusals with --megatron-fsdp-version 2, except those of Megatron itself."""
+"""Additional refusals with --megatron-fsdp-version 2.  Combinations that Megatron itself refuses are not listed."""
 
 _OPTIM = f"{_WITH} and --outer-dp-sharding-strategy optim"
 OUTER_RULES = [
@@ -58,16 +58,15 @@ OUTER_RULES = [
          lambda args: str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32")) not in ("fp32", "torch.float32")),
     yet("bf16 types of --use-precision-aware-optimizer", "a checkpoint is written from moments in 32 bits",
         keeps(*BF16), among=_OPTIM),
-    yet("--async-save", "the gathered state exists only until the save has begun", among=_OPTIM),
+    yet("--async-save", "the gathered state is freed as soon as the save has begun", among=_OPTIM),
 ]  # fmt: skip
-"""Additional refusals with --outer-dp-sharding-strategy optim.  As in Megatron, it needs optim_grads_params, and main
-parameters in 32 bits."""
+"""Additional refusals with --outer-dp-sharding-strategy optim."""
 
 
 def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: int) -> list[str]:
     """Return a message for each setting that --recover refuses with --use-megatron-fsdp; empty without that flag.
 
-    ``args``: as parsed, not yet validated.  ``world``: the number of workers.
+    ``args``: Megatron's arguments before their validation.  ``world``: the number of workers.
     """
     if not getattr(args, "use_megatron_fsdp", False):
         return []
@@ -80,16 +79,16 @@ def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: i
     elif outer != "no_shard":
         found.append(f"{_WITH} and --outer-dp-sharding-strategy {outer}: use no_shard or optim")
     if config.verify_interval:
-        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: before a wrong shard "
-                     "is replaced, peers may already have gathered it")  # fmt: skip
+        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: peers may gather a wrong shard "
+                     "before the comparison replaces it")  # fmt: skip
     return found
 
 
 def _too_small(args: argparse.Namespace, world: int) -> list[str]:
-    """Return a message for each kind of shard group, of dense layers or of experts, that would have only one worker.
+    """Return a message for each kind of shard group (dense layers, experts) that would have only one worker.
 
-    Such a group keeps complete gradients, and Megatron-FSDP 0.19.2 (``GradReducePipeline``) scales their accumulated
-    sum once per microbatch.  Groups of unequal sizes are refused, too.
+    A shard group of one worker keeps complete gradients, and Megatron-FSDP 0.19.2 (``GradReducePipeline``) wrongly
+    scales their accumulated sum once per microbatch.  Shard groups of unequal sizes are refused, too.
     """
     tensor, experts = args.tensor_model_parallel_size, getattr(args, "expert_model_parallel_size", None) or 1
     workers = world // (getattr(args, "num_distributed_optimizer_instances", None) or 1)

@@ -1,18 +1,17 @@
-"""Megatron-FSDP's part of a worker's state: shards of the parameters, and the cleanup after an interrupted iteration.
+"""Parameter shards of a worker with Megatron-FSDP, and the cleanup of a model after an interrupted iteration.
 
-Between two iterations only the shards that a worker owns matter: it gathered the rest of each parameter from its peers,
-and will gather it again.
+A worker's state consists of its own shards.  All other parts of the parameters are gathered again in each iteration.
 
 Functions that are wrapped when a model is built (``install_meshes``):
 
-device_mesh._get_pg_from_name           returns our groups as passed to the mesh, because torch would look up a group's
-                                        name, and find the inner group of the launch or no group
-update_uneven_dtensor_chunk_metadata,   exchange with peers which part of a parameter each has: skipped if one worker
-validate_uneven_dtensor                 builds the model alone, because only checkpoints need it, and repeat it
-sync_rng_states_across_tp_group         skipped then, too, because random numbers are seeded for each microbatch
+device_mesh._get_pg_from_name           returns the process group that was passed to the mesh, if this package created
+                                        the group: torch would look up its name, and find a group of the launch or none
+update_uneven_dtensor_chunk_metadata,   workers exchange which part of a parameter each has.  Skipped if one worker
+validate_uneven_dtensor                 builds a model alone: only checkpoints need this exchange, and they repeat it
+sync_rng_states_across_tp_group         also skipped in that case, since random numbers are seeded for each microbatch
 FullyShardedDataParallel.__init__       builds as for no_shard, also with --outer-dp-sharding-strategy optim (`outer`)
-_init_optimizer_states_with_dummy_values   creates the moments, into which a checkpoint is loaded, also of a
-                                        precision-aware optimizer, which ignores ``grad``, the attribute Megatron sets
+_init_optimizer_states_with_dummy_values   creates the moments into which a checkpoint is loaded.  A precision-aware
+                                        optimizer ignores ``grad``, which Megatron sets, so ``decoupled_grad`` is set
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ def local(value: Any) -> Any:
 
 
 def weights(chunk: Any) -> list[torch.Tensor]:
-    """Return, in a fixed order, a chunk's parameter tensors; each is equal on all workers of a column.
+    """Return a model chunk's parameter tensors, in a fixed order.  Each is equal on all workers of a column.
 
-    With Megatron-FSDP: this worker's shard of each model parameter, and of each main parameter unless main parameters
-    are sharded over the shard groups.  The padding between parameters in the buffers is left out.
+    With Megatron-FSDP: this worker's shards of the model parameters and, unless main parameters are sharded over the
+    shard groups, of the main parameters; without the buffers' padding.
     """
     if not is_fsdp(chunk):
         return [parameter.data for parameter in chunk.parameters()]
@@ -64,9 +63,9 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Reset a chunk after an exception in the middle of an iteration: then nothing is gathered, reduced or pending.
+    """Reset a model chunk after an exception in the middle of an iteration to the state between two iterations.
 
-    Does not wait for operations of the broken shard group, because its process groups have been aborted.
+    Does not wait for operations of the broken shard group, whose process groups have been aborted.
     """
     if version2.is_version2(chunk):
         version2.tidy(chunk)
@@ -74,7 +73,7 @@ def tidy(chunk: Any) -> None:
     fsdp = chunk.module
     for stream in (fsdp.grad_reduce_pipeline.rs_stream, fsdp.all_gather_pipeline.ag_stream):
         if stream is not None:
-            # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next pass.
+            # Without this wait, a gradient of the interrupted pass may be added to shards zeroed for the next pass.
             torch.cuda.current_stream().wait_stream(stream)
     groups = fsdp.param_and_grad_buffer.parameter_groups
     _tidy_reductions(fsdp.grad_reduce_pipeline, groups)
@@ -95,7 +94,7 @@ def _tidy_reductions(pipeline: Any, groups: Any) -> None:
     pipeline.grad_reduce_queue.clear()
     for number, status in list(pipeline.bucket_status.items()):
         buffer = pipeline.get_fsdp_buffer(number)
-        # Torch keeps the coalesced operations of a batch ended by an exception, and would refuse the next batch.
+        # After an exception torch keeps the coalesced operations of a batch, and would refuse the next batch.
         dist.distributed_c10d._world.pg_coalesce_state.pop(buffer.data_parallel_group, None)
         abandon(buffer)
         buffer.reset_param_main_grad()
@@ -111,17 +110,17 @@ def _tidy_gathering(pipeline: Any, groups: Any) -> None:
         pipeline.bucket_can_be_released[key] = False
         if group.model_weight_buffer is not None:
             abandon(group.model_weight_buffer)
-        # Megatron keeps the memory of parameters outside any unit, and fills it again: ``PRESERVED``.
+        # Megatron keeps the memory of parameters that belong to no FSDP unit (``PRESERVED``), and fills it again.
         kept = group.fsdp_unit_id is None
         pipeline.bucket_status[key] = type(status).PRESERVED if kept else type(status).EMPTY
 
 
 def abandon(buffer: Any) -> None:
-    """Give the bucket of ``buffer`` new memory at the bucket's next use, and do not touch its present memory.
+    """Drop the present memory of the bucket of ``buffer`` without touching it; the next use allocates new memory.
 
     An abandoned operation may still read and write the present memory until gloo notices that the connections are
-    closed.  The operation's references to its tensors do not protect that memory: Megatron frees a bucket by resizing
-    its storage to 0, and gives a double buffer (--fsdp-double-buffer) to the next bucket.
+    closed.  The operation's references to its tensors do not protect this memory, because Megatron frees a bucket by
+    resizing its storage to 0, and reuses a double buffer (--fsdp-double-buffer) for the next bucket.
     """
     allocator, bucket = buffer.temporary_bucket_allocator, buffer.bucket_index.bucket_id
     if hasattr(allocator, "backup_allocator"):
@@ -131,10 +130,10 @@ def abandon(buffer: Any) -> None:
 
 
 def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
-    """Do as ``abandon`` for a bucket in a named double buffer: free the buffer, which gets new memory at its next use.
+    """Drop the memory of a bucket in a named double buffer; the next use of the buffer allocates new memory.
 
-    Does so, too, if the bucket fits in no buffer and has separate named memory
-    (--fsdp-db-use-persist-buf-on-alloc-fail).
+    The separate named memory of a bucket that fits in no buffer (--fsdp-db-use-persist-buf-on-alloc-fail) is dropped,
+    too.
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 
@@ -149,17 +148,18 @@ def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
 
 
 def forget_meshes() -> None:
-    """Clear torch's cache of sharding propagation, because cached results refer to the meshes of a deleted model.
+    """Clear torch's cache of sharding propagation, whose results refer to the device meshes of a deleted model.
 
-    Those meshes compare equal to the meshes of a new model, but have other groups.
+    Torch would use these results for a new model, because its meshes compare equal, although they have other groups.
     """
     debug._clear_sharding_prop_cache()
 
 
 def install_meshes(alone: Callable[[], bool], ours: tuple[type, ...]) -> None:
-    """Wrap the seams, once per process; raises UserError for a torch or Megatron with unknown signatures.
+    """Wrap the functions listed above, once per process; raises UserError if torch or Megatron has other signatures.
 
-    ``alone``: returns whether one worker builds the model alone.  ``ours``: types of this package's process groups.
+    ``alone``: returns whether this worker builds a model without other workers.  ``ours``: types of this package's
+    process groups.
     """
     if not hasattr(device_mesh, "_get_pg_from_name"):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's --outer-dp-sharding-strategy optim: the optimizer's state is also sharded over the shard groups."""
+"""Optimizer state that is sharded over Megatron-FSDP's shard groups, too (--outer-dp-sharding-strategy optim)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recover_megatron.workload.grid import Column
 
 @dataclass(eq=False)
 class OuterBucket:
-    """Local shard of one of Megatron-FSDP's parameter groups, with the interface of a bucket."""
+    """Local shard of one of Megatron-FSDP's parameter groups, with the interface of a DDP bucket."""
 
     group: Any
     param_to_index: dict[Any, tuple[int, int]] = field(init=False)
@@ -45,12 +45,12 @@ class OuterBucket:
 
     @property
     def main(self) -> torch.Tensor:
-        """The 32-bit parameters that Megatron's own optimizer would update, flat; without memory after ``release``."""
+        """The 32-bit parameters that Megatron's own optimizer would update, flat; has no memory after ``release``."""
         shard: torch.Tensor = self.group.main_weight_buffer.get_shard_from_local_buffer()
         return shard
 
     def release(self) -> None:
-        """Free the memory of ``main``, until ``regain``."""
+        """Free the memory of ``main``; ``regain`` allocates it again."""
         self.group.main_weight_buffer.data.untyped_storage().resize_(0)
 
     def regain(self) -> None:
@@ -61,18 +61,18 @@ class OuterBucket:
 
 
 LAUNCH = -1
-"""The unit that holds Megatron's complete state until it is cut into pieces."""
+"""Number of a temporary unit: Megatron's complete state, until this state is cut into pieces."""
 MAIN, MOMENTS = "main", ("exp_avg", "exp_avg_sq")
 
 
 class InShardGroups(Keeping):
-    """--outer-dp-sharding-strategy optim: the optimizer's state is also sharded over the shard groups, with shadows.
+    """Storage of an optimizer state that is sharded over the shard groups, too, with shadows.
 
         worker's shard of a buffer   |--------------- inner shard ---------------|    equal on a column's K workers
         main parameters, moments     |== unit 0 ==|== unit 1 ==| .. |= unit K-1 =|    each on its owner and its shadows
 
-    Megatron is built as for ``no_shard`` (`fsdp_state`), since a shard group has all gradients and model parameters
-    with ``optim``, too.  Megatron's own main parameters and moments are freed once the pieces
+    Megatron is built as for ``no_shard`` (`fsdp_state`), because with ``optim`` a shard group also has all gradients
+    and model parameters.  Megatron's own main parameters and moments are freed once the pieces
     (`optimizer.shard_fragments`) have separate memory.  While a checkpoint is written, each worker again has the
     complete state of its column, so checkpoints equal Megatron's checkpoints with ``no_shard``.  (With ``optim``
     Megatron 0.19.2 itself computes different results: `hostdevice.flags.outer_sharding`.)
@@ -87,7 +87,7 @@ class InShardGroups(Keeping):
         self._chunks = list({id(chunk): chunk for chunk, _, _ in parts}.values())
         self._optimizers: list[Any] = []
         self._params: dict[int, list[list[Any]]] = {}
-        """``id`` of an inner optimizer -> parameters of each of its groups, as Megatron created them."""
+        """``id`` of an inner optimizer -> Megatron's original parameters, one list per parameter group."""
         self._lent: dict[int, list[dict[str, torch.Tensor]]] = {}
 
     @property
@@ -109,7 +109,7 @@ class InShardGroups(Keeping):
         self._borrow(fragments)
 
     def _borrow(self, fragments: ShardFragments) -> None:
-        """Add pieces that use Megatron's memory to ``fragments``: the complete state of the column."""
+        """Add the complete state of the column to ``fragments``, as pieces that use Megatron's memory."""
         state = fragments.inner.state
         for number, bucket in fragments.buckets.items():
             for one in self._whole(fragments, bucket):
@@ -123,7 +123,7 @@ class InShardGroups(Keeping):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Context in which Megatron's optimizer step does not gather parameters in the shard group at its end."""
+        """Context in which Megatron's optimizer step does not gather parameters over the shard group."""
         with ExitStack() as replaced:
             for chunk in self._chunks:
                 replaced.enter_context(monkeypatch.replaced(chunk, start_param_sync=lambda *_, **__: None))
@@ -137,7 +137,7 @@ class InShardGroups(Keeping):
 
     @contextmanager
     def loading(self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
-        """Context in which Megatron loads the column's complete state, as at launch; on exit it is cut into pieces."""
+        """Context in which Megatron loads the column's complete state; on exit that state is cut into ``held``."""
         inner = fragments.inner
         try:
             for bucket in fragments.buckets.values():
@@ -162,7 +162,7 @@ class InShardGroups(Keeping):
         found: list[tuple[Column, torch.Tensor]] = []
         names = MOMENTS if moments else ()
         for number, bucket in fragments.buckets.items():
-            # New memory each time: after an interrupted checkpoint, other workers may still write to the old memory.
+            # Allocated each time, because operations of an interrupted checkpoint may still write to the old memory.
             tensors = {name: torch.zeros_like(bucket.param_data, dtype=torch.float32) for name in (MAIN, *names)}
             for fragment in fragments.overlapping(number, 0, bucket.param_data.numel()):
                 place = slice(fragment.start, fragment.stop)
@@ -223,5 +223,5 @@ def _like(parameter: Any, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state without moments: only the number of updates, if the optimizer counts updates per parameter."""
+    """Return ``state`` without the moments: at most the number of updates, if it is counted per parameter."""
     return {name: value for name, value in state.items() if name not in MOMENTS}

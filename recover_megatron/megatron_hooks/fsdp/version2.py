@@ -3,15 +3,15 @@
 Version 2 works like version 1 (see `fsdp_buckets`): the workers of a shard group reduce-scatter the gradients of each
 microbatch and accumulate their shards.  Differences between Megatron d98e8a6 and this package:
 
-    Megatron: one shard group of all data-parallel ranks ("DP-outer"     here: one shard group per replica
-    axes are in Megatron's library, not yet in its training)
+    Megatron: one shard group of all data-parallel ranks (Megatron's     here: one shard group per replica
+    library has "DP-outer" axes, but its training does not use them)
     Megatron: gradients are averaged over the mesh of the shard group    here: also divided by the number of groups
-    Megatron: main_grad becomes the first gradient of a step             here: gradients are added, in memory that no
-                                                                         operation of a broken group may still write
+    Megatron: the first gradient of a step replaces main_grad            here: gradients are added to zeroed memory, to
+                                                                         which no operation of a broken group can write
     Megatron: the norm is summed over the data-parallel ranks twice      here: once, as in plain data parallelism
 
-The seam is the last reduction of a pass: where Megatron's library would reduce over outer axes
-("is_last_microbatch"), the hook gives the shard to the step.
+At the last reduction of a pass ("is_last_microbatch"), Megatron's library would reduce over outer axes.  There the hook
+gives the shard to the step instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recover_megatron.megatron_hooks import monkeypatch
 
 
 def install() -> None:
-    """Wrap the seams of Megatron-FSDP 2, if this Megatron has it."""
+    """Wrap the seams of Megatron-FSDP 2, if this release of Megatron has Megatron-FSDP 2."""
     monkeypatch.wrap("FullyShardedDataParallelV2.__init__", _in_shard_groups)
     monkeypatch.wrap("FullyShardedOptimizer.get_grad_stats_parallel_group", _inside_the_model)
 
@@ -40,7 +40,7 @@ def is_version2(chunk: Any) -> bool:
 
 
 def units(chunk: Any) -> list[Any]:
-    """Return the modules of a chunk each of which gathers all its parameters at once."""
+    """Return the FSDP units of a model chunk: modules each of which gathers all its parameters together."""
     return [module for module in chunk.module.modules() if hasattr(type(module), "parameter_groups")]
 
 
@@ -67,7 +67,7 @@ def _in_shard_groups(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _not_the_last(context: Any) -> Iterator[None]:
-    """Context in which microbatches run that are not the last of the pass."""
+    """Context for all microbatches of a pass except the last."""
     context.is_last_microbatch = False
     try:
         yield
@@ -76,7 +76,7 @@ def _not_the_last(context: Any) -> Iterator[None]:
 
 
 def _inside_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function to return the model-parallel group: Megatron has already summed over each parameter's mesh."""
+    """Make the function return the model-parallel group, because the norm is already summed over each mesh."""
 
     def get_grad_stats_parallel_group(self: Any) -> Any:
         return parallel_state.get_model_parallel_group()
@@ -98,7 +98,7 @@ def padding(buffer: Any) -> Iterator[Span]:
 
 
 def weights(chunk: Any) -> list[torch.Tensor]:
-    """Return this worker's shards of the main parameters and of the model's parameters."""
+    """Return this worker's shards of a chunk's main parameters and model parameters."""
     return [
         buffer.get_local_tensor(index)
         for group in groups_of(chunk)
@@ -108,14 +108,14 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Reset a chunk after an exception in the middle of an iteration: then nothing is gathered, reduced or pending.
+    """Reset a model chunk after an exception in the middle of an iteration to the state between two iterations.
 
-    A pending operation of the broken shard group may still write to the memory of gathered parameters, so that memory
-    is abandoned.  Later work on the current stream is ordered after all work on Megatron's two streams.
+    A pending operation of the broken shard group may still write to the memory of gathered parameters, so this function
+    allocates new memory.  Later work on the current stream is ordered after all work on Megatron's two streams.
     """
     context = chunk.module.context
     for stream in (context.allgather_stream, context.reduce_scatter_stream):
-        # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next pass.
+        # Without this wait, a gradient of the interrupted pass may be added to shards zeroed for the next pass.
         torch.cuda.current_stream().wait_stream(stream)
     context.is_last_microbatch = True
     for unit in units(chunk):
@@ -131,6 +131,6 @@ def tidy(chunk: Any) -> None:
             group.release_unsharded_storage()
             for parameter in group.fsdp_parameters:
                 parameter.sharded.grad = parameter.unsharded.grad = None
-                if group.requires_grad:  # the optimizer may have cast the gradient, and not cast it back
+                if group.requires_grad:  # an interrupted optimizer may have left the gradient in another dtype
                     parameter.sharded.grad_dtype = group.main_grad.dtype
                 parameter.unsharded.data = torch.empty(0, dtype=gathered.dtype, device=gathered.device)

@@ -1,1 +1,1 @@
-"""Output of a run: its record files, Megatron's own log and its writers, and dumps of layers."""
+"""Output of a run: record files, the training log, TensorBoard and W&B writers, and dumps of layers."""

@@ -1,6 +1,6 @@
-"""Lines in the training log about losses, returns, rollbacks and degraded operation.
+"""Lines in the training log about lost workers, returned replicas, rollbacks and degraded operation.
 
-``Console`` decides which worker logs them and when.  Pure functions build the lines, for example:
+``Console`` decides when a line is logged, and by which worker.  Pure functions build the lines, for example:
 
 iteration 103: worker 5 (node b-1, GPU 5) lost in forward/backward; 2 microbatches run again by replicas 0, 3;
     0.11 s; 7 of 8 replicas
@@ -28,26 +28,26 @@ from recover_megatron.membership.records import ranges
 log = get_logger(__name__)
 
 REMIND_SECONDS = 600.0
-"""Seconds between two reminders that replicas are missing."""
+"""Seconds between two log lines that remind of missing replicas."""
 
 
 class Console:
     """Logs losses, returns and degraded operation, on the worker that prints Megatron's training log.
 
-        planned: a loss in a step           is kept until ``step``, after the step, logs a line with the loss's cost
-                 any other loss, a return   is logged at once
-        step:    missing replicas           are logged every ten minutes
+        planned, for a new plan      logs a returned replica, and a loss outside of a step; keeps a loss in a step
+        step, after each step        logs the kept losses, with the time that they cost; every ten minutes logs that
+                                     replicas are missing
 
-    Every worker with a place keeps this record, since any such worker may print next.  Used by its main thread.
+    Every worker with a place keeps this record, since the worker that prints may be lost.  Used by the main thread.
     """
 
     def __init__(self) -> None:
         self._kept: list[Failure] = []
-        """Losses in the current step, which are not logged yet."""
+        """Losses in the current step, to be logged after the step."""
         self._gone: dict[int, int] = {}
         """Missing replica -> iteration in which the replica was lost."""
         self._degraded: tuple[int, float] | None = None
-        """Iteration and ``time.monotonic()`` since which replicas of the launch are missing; None: none is missing."""
+        """(iteration, ``time.monotonic()``) when the first missing replica was lost; None: no replica is missing."""
         self._reminded = 0.0
         self._epoch = 0
 
@@ -76,7 +76,7 @@ class Console:
             self._degraded, self._reminded = (iteration, time.monotonic()), time.monotonic()
 
     def rolled_back(self, manager: Manager, target: Rollback, folder: str, seconds: float) -> None:
-        """Log a rollback to a checkpoint in ``folder`` or, if ``folder`` is empty, to a state in memory."""
+        """Log a rollback to a checkpoint in ``folder``; an empty ``folder`` means a state in memory."""
         replicas = of_all(manager.view.decision, manager.view.grid.launched)
         source = f"from disk, {folder}" if folder else "from memory"
         if target.source == HELD:
@@ -102,15 +102,19 @@ def _say(text: str) -> None:
 
 
 NAMED = 3
-"""Largest number of workers that a line lists one by one."""
+"""Largest number of workers that a line lists one by one; also the largest number of nodes that it lists."""
 PHASES = {"forward": "forward/backward", "reduce-scatter": "the gradient sums", "agree": "the agreement"}
-"""Phase -> name of the phase in the log, if different.  "forward" includes the backward pass of a microbatch."""
+"""Phase -> name of the phase in the log, if the log uses another name."""
 
 
 def recovery_line(
     iteration: int, failures: Sequence[Failure], reran: Mapping[int, Sequence[int]], seconds: float, replicas: str
 ) -> str:
-    """Return the line for losses in a finished step, or outside of a step.  ``replicas``: result of ``of_all``."""
+    """Return the line for ``failures`` that happened in one finished step, or outside of a step.
+
+    ``reran``: replica -> microbatches that it ran again.  ``seconds``: cost of the recovery; 0 if unknown.
+    ``replicas``: result of ``of_all``.
+    """
     lost = [lost for failure in failures for lost in failure.lost]
     parts = [f"{_who(lost)} lost{_where(lost)}" if lost else "new rendezvous after an interruption, no worker was lost"]
     if count := sum(map(len, reran.values())):
@@ -123,14 +127,18 @@ def recovery_line(
 
 
 def spares_line(iteration: int, failure: Failure, spares: int) -> str:
-    """Return the line for the loss of workers without a place."""
+    """Return the line for lost spares.  ``spares``: number of spares that are left."""
     return f"iteration {iteration}: {_who(failure.lost, 'spare worker')} lost; {_left(spares)}"
 
 
 def return_line(
     iteration: int, decision: Decision, places: Mapping[int, LostWorker], gone: Mapping[int, int], of: int
 ) -> str:
-    """Return the line for the replicas that ``decision`` has formed; ``gone``: replica -> iteration of its loss."""
+    """Return the line for the replicas that ``decision`` has formed.
+
+    ``places``: worker -> node and GPU.  ``gone``: missing replica -> iteration in which it was lost.  ``of``: number of
+    replicas at launch.
+    """
     parts = []
     for replica in decision.fresh:
         workers = [places.get(worker, LostWorker(worker)) for worker in decision.grid[replica]]
@@ -143,7 +151,7 @@ def return_line(
 
 
 def rollback_line(target: Rollback, source: str, seconds: float, replicas: str) -> str:
-    """Return the line for a rollback; ``source`` names the storage of the state."""
+    """Return the line for a rollback.  ``source``: where the state was read, such as "from memory"."""
     lost = f"{target.lost} iterations are" if target.lost != 1 else "1 iteration is"
     return (
         f"rolled back to iteration {target.iteration} ({source}): the live workers did not hold the complete state; "
@@ -152,7 +160,7 @@ def rollback_line(target: Rollback, source: str, seconds: float, replicas: str) 
 
 
 def degraded_line(iteration: int, seconds: float, since: int, decision: Decision, of: int) -> str:
-    """Return the reminder that replicas are missing."""
+    """Return the line that reminds of missing replicas, ``seconds`` after the first of them was lost."""
     return (
         f"iteration {iteration}: degraded for {seconds / 60:.0f} min: {of_all(decision, of)} since iteration {since}; "
         f"{_left(len(decision.spares))}"
@@ -160,7 +168,10 @@ def degraded_line(iteration: int, seconds: float, since: int, decision: Decision
 
 
 def of_all(decision: Decision, of: int) -> str:
-    """Return "7 of 8 replicas" or, if the run has grown, "9 replicas (8 at the launch)"; ``of``: number at launch."""
+    """Return "7 of 8 replicas" or, if the run has grown, "9 replicas (8 at the launch)".
+
+    ``of``: number of replicas at launch.
+    """
     count = len(decision.replicas)
     return f"{count} of {of} replicas" if count <= of else f"{count} replicas ({of} at the launch)"
 
@@ -170,7 +181,7 @@ def _left(spares: int) -> str:
 
 
 def _who(workers: Sequence[LostWorker], noun: str = "worker") -> str:
-    """Return a list of ``workers`` with node and GPU; if there are more than ``NAMED``, they are grouped by node."""
+    """List ``workers`` with their nodes and GPUs; more than ``NAMED`` workers are grouped by node."""
     if len(workers) <= NAMED:
         return ", ".join(str(worker).replace("worker", noun, 1) for worker in workers)
     nodes: dict[str, list[int]] = {}

@@ -1,10 +1,11 @@
 """Megatron's dumps of layers: traces of routers, gradients, activations, parameters.
 
-install        --moe-routing-trace-path: Megatron truncates a rank's trace files when train() starts; here a worker that
-               joins a running training appends to the files of the place that it takes
+install        --moe-routing-trace-path: Megatron truncates a rank's trace files when train() starts.  With --recover, a
+               worker that joins a running training appends to the files of the place that it takes
 leave          --save-dgrads-interval, --save-activations-interval, --save-tokens-per-expert-interval: Megatron removes
                its hooks on layers at the end of a step; ``leave`` removes them after an interrupted step
-of_parameters  --save-params-interval: Megatron writes parameters right after the update, so they must be gathered first
+of_parameters  --save-params-interval: Megatron writes parameters right after the update, so their gathering must be
+               complete by then
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _REMOVERS = ("remove_hooks", "remove_activation_hooks", "remove_tpe_hooks")
 def install(known: Callable[[], tuple[int, int]]) -> None:
     """Wrap the constructor of the routers' trace; raises UserError if its signature is unknown.
 
-    ``known()``: returns this worker's slot, which no other live worker has, and the number of completed iterations.
+    ``known()``: returns (this worker's slot, number of iterations that the run has completed).  The slot names the
+    worker's trace files, because no two live workers have the same slot.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -38,7 +40,7 @@ def install(known: Callable[[], tuple[int, int]]) -> None:
             if made <= 0:
                 return original(self, output_dir, max_steps, rank, *args, **kwargs)
             os.makedirs(output_dir, exist_ok=True)
-            with TemporaryDirectory() as scratch:  # for the files that the constructor truncates
+            with TemporaryDirectory() as scratch:  # here the constructor truncates no file of the run
                 original(self, scratch, max_steps, slot, *args, **kwargs)
             self.output_dir, self._captured_steps, self._stopped = output_dir, made, made >= max_steps
             for name, offset in (("output_path", ""), ("hs_path", "_hs_offset"), ("logits_path", "_logits_offset")):
@@ -63,7 +65,7 @@ def _end_line(path: str) -> None:
 
 
 def leave() -> None:
-    """Drop the records of a step that this worker has left unfinished, and Megatron's hooks that created them."""
+    """Remove Megatron's hooks on layers after a step that this worker has left unfinished, and drop their records."""
     for name in _LOGGERS:
         module = sys.modules.get(name)
         if (logger := getattr(module, "_LOGGER", None)) is not None:
@@ -72,7 +74,7 @@ def leave() -> None:
             vars(module)["_LOGGER"] = None
     traces = sys.modules.get(_TRACES)
     if (tracer := getattr(traces, "_MOE_ROUTER_TRACER", None)) is not None:
-        # Discard the tracer, since train() creates another: this worker may next write the files of another place.
+        # Discard the tracer.  train() creates a new one, because this worker's next place may have other files.
         atexit.unregister(tracer.flush)
         tracer.remove_hooks()
         tracer.records.clear()

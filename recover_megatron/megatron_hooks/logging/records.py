@@ -1,12 +1,12 @@
 """Record files of a run: steps.jsonl and events.jsonl.
 
-Every replica has a candidate (last stage, first tensor and context rank, first inner rank), which keeps the lines of
-the last steps in memory; the candidate of the first replica writes the files.  If that replica is lost, the next
-candidate takes over and adds the lines of committed steps that the old writer had not written, so no committed step is
-missing.
+Each replica has a candidate writer: the worker of the last stage with the first tensor, context and inner rank.  Every
+candidate keeps the lines of the last steps in memory; the candidate of the first replica writes the files.  If that
+replica is lost, the next candidate writes, beginning with the committed steps that the lost writer had not written.  So
+no committed step is missing.
 
-The training waits only a bounded time for the disk (``log_writer``), so up to a full queue of lines may be unwritten;
-the candidates keep as many lines.
+The training waits only a bounded time for the disk (``log_writer``), so a full queue of lines may be unwritten.
+Therefore a candidate keeps about as many lines as the queue accepts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 log = get_logger(__name__)
 
 KEPT_BYTES = 2 << 20
-"""Most bytes of step lines that a candidate keeps; fewer than the writer's queue accepts at once."""
+"""Maximum number of bytes of step lines that a candidate keeps.  The queue of the file writer accepts more."""
 
 
 class Records:
-    """The records of one worker, and the files if this worker is the writer.  ``folder`` None: no file is written."""
+    """Recent step lines of one worker, and the record files if this worker writes them.
+
+    ``folder``: folder of the files; None: no file is written.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -54,15 +57,15 @@ class Records:
         self._timeline: Timeline = (0, 0)
         """Timeline of the steps in ``_lines``."""
         self._first = True
-        """True if, to this worker's knowledge, no step of this run can have been written yet."""
+        """True until this worker knows that a step of this run was completed."""
         self._epoch = 0
         self._recoveries = 0
-        """Number of epochs since the last completed step that followed the loss of a replica."""
+        """Number of epochs, since the last completed step, that began because a replica was lost."""
         self._left_out = (-1, 0)
-        """Last iteration that this worker completed, and number of samples skipped until then."""
+        """(last iteration that this worker completed, samples that the run had skipped up to that iteration)."""
 
     def joined_late(self) -> None:
-        """Note that the run began without this worker."""
+        """Record that the run began before this worker joined."""
         self._first = False
 
     def step(self, manager: Manager, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
@@ -73,7 +76,7 @@ class Records:
         iteration = args.curr_iteration + 1
         skipped = skipped_before(iteration, args.iteration, to_skip())
         (before, left_out), left_out_now = self._left_out, args.skipped_train_samples
-        # After train_step returns, Megatron adds the samples by which it decreased the batch of this iteration.
+        # If Megatron has decreased this iteration's batch, it counts the left-out samples after train_step returns.
         decreased = get_current_global_batch_size() - get_current_running_global_batch_size()
         self._left_out = iteration, left_out_now + decreased
         if not self._candidate(manager):
@@ -105,10 +108,9 @@ class Records:
         self._first = False
 
     def planned(self, manager: Manager) -> None:
-        """Follow a new epoch's plan.
+        """Start or stop writing, if a new epoch's plan makes another worker the writer.
 
-        A worker that has become the writer adds at once the lines that the lost writer had not written, since no
-        further step may follow.
+        Before the next step, a new writer writes the lines that the lost writer had not written, since the run may end.
         """
         view = manager.view
         decision, failure = view.decision, view.lost
@@ -118,12 +120,12 @@ class Records:
         if not self._writes(manager):
             if self._file is not None:
                 self._file.give_up()
-            self._file = None  # another worker continues the file; to write again, this worker reads it to its end
+            self._file = None  # another worker extends the file, so this worker must open it again before it writes
         elif self._lines:
             self._write(manager)
 
     def _follow(self, timeline: Timeline) -> None:
-        """Forget, after a rollback, the lines of steps that are run again."""
+        """Adopt ``timeline``.  After a rollback, forget the lines of the steps that will be run again."""
         if timeline == self._timeline:
             return
         self._timeline = timeline
@@ -134,7 +136,7 @@ class Records:
             self._file = None
 
     def log(self, manager: Manager, event: str, **fields: Any) -> None:
-        """Append an event, if this worker is the writer."""
+        """Append an event to events.jsonl, if this worker is the writer."""
         if self._folder is None or not manager.view.started or not self._writes(manager):
             return
         if self._events is None:
@@ -148,9 +150,9 @@ class Records:
         self._checkpoint = f"iteration {iteration} in {args.save}"
 
     def last_checkpoint(self) -> str:
-        """Return a description of the last checkpoint, for messages; empty on a newcomer without arguments."""
+        """Return a description of the last checkpoint, for messages; empty on a newcomer that has no Megatron yet."""
         if global_vars._GLOBAL_ARGS is None:
-            return ""  # a newcomer does not know the last checkpoint
+            return ""
         args = get_args()
         if self._checkpoint:
             return self._checkpoint
@@ -167,7 +169,7 @@ class Records:
         )
 
     def _writes(self, manager: Manager) -> bool:
-        # A fresh replica writes only if there is no other replica, since it does not know which steps were committed.
+        # A replica that is new in this epoch does not know which steps were committed, so another replica is preferred.
         decision = manager.view.decision
         first = next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
         return manager.view.replica == first and self._candidate(manager)
@@ -206,24 +208,25 @@ class Records:
 
 
 def _still_in(manager: Manager) -> bool:
-    """Return False if this worker was evicted, which a process that was stopped may not know yet.
+    """Return False if this worker was evicted: then another worker writes the files.
 
-    Another worker has then written its lines.  Waits until the coordinator answers, or the run is over.
+    A process that was suspended (SIGSTOP) may not know this yet, so this function waits until the coordinator answers
+    or the run is over.
     """
     try:
         manager.wait_in_touch(in_epoch=False)
     except Fenced:
         return False
-    except MembershipError:  # for example, the run or this worker's training has ended
+    except MembershipError:  # for example, the run has ended
         pass
     return True
 
 
 def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, recoveries: int) -> None:
-    """Write scalars to TensorBoard and W&B, on the rank that has Megatron's writers.
+    """Write a completed step's metrics to TensorBoard and W&B, on the rank that has Megatron's writers.
 
-    The scalars have the names of docs/reference/metrics.md.  If that page defines a metric as a counter, its scalar is
-    the increment of this iteration, because a new writer does not know the sum.
+    The metrics have the names of docs/reference/metrics.md.  A counter of that page is written as the increment of this
+    iteration, because a new writer does not know the sum.
     """
     decision, launched = manager.view.decision, manager.view.grid.launched
     recovering = sum(outcome.seconds.values())

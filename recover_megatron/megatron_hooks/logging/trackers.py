@@ -1,19 +1,19 @@
-"""Sums over a step's microbatches that Megatron's layers and log keep in addition to the returned losses.
+"""Sums over a step's microbatches that Megatron's layers accumulate, in addition to the returned losses.
 
     ``Trackers``          MoE: load balancing losses, z-loss; per layer
                           MTP: loss, correct and all predictions; per depth of multi-token prediction
                           DSA: loss of the sparse attention's indexer; per layer
-                          THD: tokens of packed sequences, squares of their lengths, for the count of operations
+                          THD: tokens of packed sequences, and squared sequence lengths, to count operations
     ``RouterSums``        --moe-router-enable-expert-bias: tokens per expert
                           --moe-router-load-balancing-type quantile_balancing: quantiles, and their microbatch counts
 
 Each worker has sums over the microbatches that it ran, and Megatron adds or averages these sums over the workers.
 After a death the result would be wrong: the sums of dead workers are missing, and survivors ran more than their share.
-So the step's tail adds the sums of all workers and counts every microbatch once (``read``); after the commit each
-worker stores its value for the complete batch (``write``).  No further operation over replicas is needed: Megatron has
-none, or it is skipped (``parallel_groups.KNOWN``).  For maxima over the microbatches see `maxima`.
+So the step's tail adds the sums of all workers (``read``), counting every microbatch once.  After the commit each
+worker stores the sums of the complete batch (``write``).  Megatron's own operations over replicas, if any, are skipped
+(``parallel_groups.KNOWN``).  For maxima over the microbatches see `maxima`.
 
-``LogTotals`` has the sums since the log's last row, which are part of a worker's state.
+``LogTotals`` has the sums since the last row of Megatron's log, which are part of a worker's state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ BALANCING = {
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of one kind.  ``find``: returns the tensor that accumulates the sums; None before the tensor exists."""
+    """Sums of one kind.
+
+    ``size``: number of elements.  ``find``: returns the tensor that accumulates the sums; None before it exists.
+    """
 
     size: int
     find: Callable[[], torch.Tensor | None]
@@ -52,10 +55,10 @@ class _Sums:
 
 
 class Trackers:
-    """Sums for Megatron's log.
+    """Sums that Megatron logs for one step.
 
-    ``args``: Megatron's arguments.  ``tail``: the slots over which a step's tail sums, including slots that the run may
-    grow into.
+    ``args``: Megatron's arguments.  ``tail``: the slots over which a step's tail sums, including slots of replicas that
+    may be added later.
     """
 
     def __init__(self, args: Any, tail: Sequence[int], grid: LaunchGrid) -> None:
@@ -68,17 +71,17 @@ class Trackers:
 
     @property
     def size(self) -> int:
-        """Number of elements that ``read`` returns; equal on all workers, and constant."""
+        """Number of elements that ``read`` returns.  It is constant, and equal on all workers."""
         return sum(sums.size for sums in self._every)
 
     def begin(self) -> None:
-        """Begin a step: drop the sums of a step that this worker did not finish."""
+        """Zero the sums at the start of a step; a step that this worker did not finish may have left values."""
         for sums in self._every:
             if (tensor := sums.find()) is not None:
                 tensor.zero_()
 
     def read(self) -> torch.Tensor:
-        """Return the sums over this worker's microbatches of the step; float64, flat, on the host."""
+        """Return this worker's sums over the microbatches that it ran in this step; float64, flat, on the host."""
         parts = []
         for sums in self._every:
             tensor = sums.find()
@@ -86,7 +89,7 @@ class Trackers:
         return torch.cat([part.double().cpu() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Store the values of the complete batch; ``whole``: the sum of ``read`` over all workers."""
+        """Store the complete batch's sums in Megatron's tensors; ``whole``: the sum of ``read`` over all workers."""
         at = 0
         for sums in self._every:
             part, at = whole[at : at + sums.size], at + sums.size
@@ -99,10 +102,13 @@ class Trackers:
             self._stay_in_the_replica()
 
     def _stay_in_the_replica(self) -> None:
-        """Make Megatron average the experts' values only over this replica's tensor ranks, whose values differ."""
+        """Make Megatron average the experts' values only over this replica's tensor ranks, whose values differ.
+
+        The values are already equal on all replicas.
+        """
         tracker = get_moe_metrics_tracker()
         for name in self._experts:
-            tracker.ensure_initialized(name, self._layers)  # as Megatron does later in a stage without experts
+            tracker.ensure_initialized(name, self._layers)  # Megatron would do this later in a stage without experts
             entry = tracker.metrics[name]
             entry.needs_dp_avg = False
             if entry.avg_group is not None:
@@ -124,7 +130,7 @@ def _expert_sums(name: str) -> Callable[[], torch.Tensor | None]:
 
 def _of_prediction(args: Any) -> list[_Sums]:
     depth = getattr(args, "mtp_num_layers", None) or 0
-    names = {"loss_values": False, "values": False, "correct_values": True, "total_values": True}  # "values": 0.18
+    names = {"loss_values": False, "values": False, "correct_values": True, "total_values": True}  # "values" in 0.18
     tracker = MTPLossLoggingHelper.tracker
     return [_Sums(depth, partial(tracker.get, name), added) for name, added in names.items() if depth]
 
@@ -136,9 +142,9 @@ def _of_indexer(args: Any) -> list[_Sums]:
 
 
 def install(loop: Loop, active: Callable[[], bool]) -> None:
-    """Wrap Megatron's function that would again sum sequence lengths, which ``Trackers`` has summed.
+    """Wrap Megatron's function that sums sequence lengths over all ranks, because ``Trackers`` has summed them already.
 
-    ``active``: returns whether training has begun with recovery.
+    ``active``: returns whether training with recovery has begun on this worker.
     """
 
     def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +152,7 @@ def install(loop: Loop, active: Callable[[], bool]) -> None:
             if not active() or not training._seqlen_stats_active:
                 return original()
             whole = training._seqlen_stats_in_iteration
-            # The tail also sums over context-parallel ranks, which have counted the same sequences.
+            # All context-parallel ranks count the same sequences, and the tail has summed over these ranks, too.
             tokens, squares = (whole / parallel_state.get_context_parallel_world_size()).tolist()
             whole.zero_()
             training._seqlen_stats_active = False
@@ -158,16 +164,16 @@ def install(loop: Loop, active: Callable[[], bool]) -> None:
 
 
 INTERVAL = "interval-time"
-"""Megatron's timer of the time since the last row."""
+"""Name of Megatron's timer of the seconds since the last row of its log."""
 CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
-"""Values that Megatron's log of multi-token prediction counts from the start of the run."""
+"""Values of multi-token prediction that Megatron's log counts from the start of the run."""
 
 
 class LogTotals:
-    """Sums of one worker's log since the log's last row, and the seconds since then; part of the worker's state.
+    """Sums and seconds since the last row of Megatron's log on one worker; part of the worker's state.
 
-    train() keeps the sums in a local variable, which is empty when train() is entered.  So a worker that joins in the
-    middle of an interval receives the sums of its column, and its next row is for the complete interval.
+    train() keeps the sums in a local variable, which is empty when train() is entered.  So a worker that joins between
+    two rows receives the sums from its column, and its next row covers the complete interval.
     """
 
     def __init__(self) -> None:
@@ -175,10 +181,10 @@ class LogTotals:
         self.names: list[str] = []
         """Names of the losses that a step logs, in the order of these losses in the step's tail."""
         self._seconds = 0.0
-        """Seconds since the last row that Megatron's timer has not measured."""
+        """Seconds since the last row that Megatron's timer does not contain, because train() was left in between."""
 
     def take_up(self, totals: dict[str, Any]) -> None:
-        """Add the saved sums to ``totals``, train()'s variable, before Megatron adds an iteration to ``totals``."""
+        """Restore the saved sums into ``totals``, train()'s variable, before Megatron adds an iteration to them."""
         if totals is not self._totals:
             totals.update(self._totals)
             self._totals = totals
@@ -190,7 +196,7 @@ class LogTotals:
         self._seconds += _seconds()
 
     def tree(self) -> dict[str, Any]:
-        """Return the tree to send (``collectives.state.holder``), with copies, since the sums change during sending."""
+        """Return copies of the sums as a tree to send (``collectives.state.holder``)."""
         return {
             "totals": _copies(self._totals),
             "names": list(self.names),
@@ -199,10 +205,10 @@ class LogTotals:
         }
 
     def load(self, tree: dict[str, Any]) -> None:
-        """Adopt the received ``tree``, from the next iteration of train() on."""
+        """Adopt a ``tree`` received from another worker; the next iteration of train() restores it."""
         self.names = list(tree["names"])
         self._totals, self._seconds = _on_device(tree["totals"]), tree["seconds"] - _seconds()
-        for name in CUMULATIVE:  # absent from a state before the first count
+        for name in CUMULATIVE:  # the received state has no entry before the first count
             MTPLossLoggingHelper.tracker.pop(name, None)
         MTPLossLoggingHelper.tracker.update(_on_device(tree["cumulative"]))
 
@@ -217,7 +223,7 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_device(values: dict[str, Any]) -> dict[str, Any]:
-    # Cloned, because the received tensors are views of the memory of the complete state.
+    # Cloned, because a received tensor is a view, which would keep the memory of the complete state.
     return {key: value.clone().cuda() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
@@ -226,44 +232,47 @@ BIASES = ("expert_bias", "qb_beta")
 
 
 def biases(model: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the live bias tensors of all routers, in a fixed order."""
+    """Return the bias tensors of all routers, not copies of them, in a fixed order."""
     return [tensor.data for tensor in _buffers(model, BIASES)]
 
 
 class RouterSums:
-    """The sums of the routers of one worker's layers, from which Megatron updates the routers' biases once a step.
+    """The sums of the routers on one worker, from which Megatron updates the routers' biases once per step.
 
-    Stock Megatron adds the sums of all workers in finalize_model_grads; here each router has the total before that
-    function runs.  The biases are treated like parameters: an orphan that has not completed the step restores them
-    (`training_state`).
+    Stock Megatron adds the sums of all workers in finalize_model_grads.  With --recover each router has the total
+    before that function runs.  The biases are treated like parameters: an orphan that has not completed a step restores
+    the biases from before the step (`training_state`).
     """
 
     def __init__(self, model: Iterable[torch.nn.Module]) -> None:
         for module in (module for chunk in model for module in chunk.modules()):
             if (maintain := getattr(module, "_maintain_float32_expert_bias", None)) is not None:
-                maintain()  # as each forward pass does: a state that arrives before the first pass would be rounded
+                maintain()  # makes the bias float32; otherwise a state received before the first pass would be rounded
         self._every = list(_buffers(model, SUMS))
         self._types = [tensor.dtype for tensor in self._every]
 
     @property
     def size(self) -> int:
-        """Number of elements that ``read`` returns; equal on all workers of a column."""
+        """Number of elements that ``read`` returns.  It is equal on all workers of a column."""
         return sum(tensor.numel() for tensor in self._every)
 
     def begin(self) -> None:
-        """Begin a step: drop the sums of a step that this worker did not finish."""
+        """Zero the sums at the start of a step; a step that this worker did not finish may have left values."""
         for tensor in self._every:
-            # Float16Module converts the sums to 16 bits, where rounding depends on the number of tokens per replica.
+            # Float16Module makes the sums 16 bits wide; their rounding would depend on the replica's number of tokens.
             tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
             tensor.zero_()
 
     def read(self) -> torch.Tensor:
-        """Return the sums over this worker's microbatches of the step; float64, flat, on the host."""
+        """Return this worker's sums over the microbatches that it ran in this step; float64, flat, on the host."""
         parts = [tensor.detach().double().flatten() for tensor in self._every]
         return torch.cat(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Store ``whole``, the sum of ``read`` over a column, plus the sums of tensor ranks, which had other tokens."""
+        """Store the sum of ``whole`` over the tensor ranks, which had other tokens, in the routers.
+
+        ``whole``: the sum of ``read`` over the column.
+        """
         if not self._every:
             return
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -271,7 +280,7 @@ class RouterSums:
             torch.distributed.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
         at = 0
         for tensor, dtype in zip(self._every, self._types, strict=True):
-            # From a 16-bit sum Megatron computes a bias update that is also rounded to 16 bits.
+            # The original dtype: from a 16-bit sum Megatron computes a 16-bit update of the bias.
             tensor.data = whole[at : at + tensor.numel()].view_as(tensor).to(device=tensor.device, dtype=dtype)
             at += tensor.numel()
 

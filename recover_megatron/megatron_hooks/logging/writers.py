@@ -1,14 +1,15 @@
-"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes, its successors remember.
+"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes, and its successors remember.
 
-Megatron gives its writers to the last rank.  Every worker that may become the last rank has stand-ins for the writers:
+In Megatron only the last rank has writers.  Every worker that may become the last rank has a ``Stub`` for each writer:
 
     Remembering --begin()--> Writing     opens a writer and repeats the calls that the lost writer may not have written
          '------- rest() ------'
 
-A killed writer loses the contents of its queues; repeated values may appear twice, at the same step with the same
-value.  A thread calls the writers, so that no disk and no server delays the training.
+If the last rank is killed, the calls in its queues are lost, so its successor repeats recent calls.  A repeated value
+may appear twice, with the same step and value.  A thread calls the writers, so that no disk or server delays the
+training.
 
-``ProgressLog`` does the same for the lines that --log-progress adds to progress.txt in the folder of --save.
+``ProgressLog`` writes the lines that --log-progress adds to progress.txt in the folder of --save, also in a thread.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 KEPT_SECONDS, KEPT_ITERATIONS = 180.0, 4
-"""Seconds, and number of iterations, after both of which a stand-in forgets a logged value: it must be written then."""
+"""Age at which a ``Stub`` forgets a kept call, in seconds and in iterations; both must have passed."""
 KEPT_CALLS = 100_000
 CALL_BYTES = 256
-"""Approximate size of a queued call."""
+"""Approximate size of a queued call, in bytes."""
 
 WRITERS = {
     "_GLOBAL_TENSORBOARD_WRITER": ("TensorBoard", "_set_tensorboard_writer", "tensorboard_dir"),
     "_GLOBAL_WANDB_WRITER": ("W&B", "_set_wandb_writer", "wandb_project"),
 }
-"""Megatron's variable of a writer -> its name, the function that opens it, the argument that enables it."""
+"""Megatron's variable for a writer -> (name of the writer, function that opens it, argument that enables it)."""
 NOT_OF_WANDB = ("flush", "close")
 """Methods of TensorBoard's writer that W&B's lacks."""
 
 
 class Stub:
-    """Stand-in for one of Megatron's writers: keeps the calls that log, or forwards them if this worker writes.
+    """Stand-in for one of Megatron's writers: forwards logging calls if this worker writes, otherwise keeps them.
 
-    ``writer``: Megatron's writer, None on a worker without one.  ``open_`` opens a writer; ``iteration()`` returns the
-    current iteration.
+    ``writer``: Megatron's writer; None on a worker without a writer.  ``open_``: opens and returns a writer.
+    ``iteration``: returns the current iteration.
     """
 
     def __init__(self, name: str, writer: Any, open_: Callable[[], Any], iteration: Callable[[], int]) -> None:
@@ -72,13 +73,13 @@ class Stub:
         self._record("log", args, kwargs)
 
     def flush(self) -> None:
-        """Flush to the disk, waiting only a bounded time for it."""
+        """Flush the writer to the disk, waiting only a bounded time for the disk."""
         if self._writing:
             self._call("flush", (), {})
             self._background.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute from the writer, if this worker writes; otherwise an object that does nothing."""
+        """Return the writer's attribute ``name`` if this worker writes; otherwise an object that does nothing."""
         if name.startswith("_"):
             raise AttributeError(name)
         if not self._writing or self._writer is None:
@@ -87,9 +88,9 @@ class Stub:
         return getattr(self._writer, name)
 
     def begin(self) -> None:
-        """Start to write: this worker is the last rank now."""
+        """Start to write, because this worker is the last rank now: open a writer and repeat the kept calls."""
         if self._writing:
-            self._call("flush", (), {})  # now, because a worker that remembered these steps may have lost its place
+            self._call("flush", (), {})  # the workers that kept a copy of these calls may have lost their places
             return
         self._writing = True
         if self._writer is None:
@@ -101,11 +102,11 @@ class Stub:
         self._background.settle()
 
     def rest(self) -> None:
-        """Stop writing: another worker continues.
+        """Stop writing, and close the writer, because another worker is the last rank now.
 
-        TensorBoard's server reads the files of a folder in the order of their names, and discards values of later
-        steps when it reads an earlier step.  So if this worker writes again, it needs a newer file, which SummaryWriter
-        opens after close().
+        If this worker writes again later, it must use a new file, and SummaryWriter opens one after close().  Otherwise
+        TensorBoard's server, which reads a folder's files in the order of their names, would find an earlier step after
+        later steps, and discard the later steps.
         """
         if self._writing:
             self._call("close", (), {})
@@ -114,13 +115,13 @@ class Stub:
     def missed(self) -> None:
         """Stop writing and forget the kept calls, because other workers have finished steps without this worker.
 
-        If this worker wrote steps from before that gap again, TensorBoard's server would discard the steps in the gap.
+        If this worker wrote its old steps again, TensorBoard's server would discard the steps that it missed.
         """
         self.rest()
         self._kept.clear()
 
     def _record(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Copies: Megatron later changes the tensors that it has logged.
+        # Copied, because Megatron changes tensors after it has logged them.
         args, kwargs = tuple(map(_copy, args)), {name: _copy(value) for name, value in kwargs.items()}
         if self._writing:
             self._call(method, args, kwargs)
@@ -133,7 +134,7 @@ class Stub:
         kept.append((iteration, now, method, args, kwargs))
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Submit the call to the thread, which may wait for a disk that does not respond."""
+        """Submit a call to the thread, so that the training does not wait for a disk that does not respond."""
         self._background.submit(partial(self._carry_out, method, args, kwargs), CALL_BYTES)
 
     def _open_one(self) -> None:
@@ -152,7 +153,7 @@ class Stub:
 
     def _give_up(self, error: Exception) -> None:
         self._writer = None
-        log.warning(f"{self._name} is disabled on this worker: {error}")
+        log.warning(f"{self._name} is disabled on this worker, because its writer failed: {error}")
 
 
 class _NullWriter:
@@ -172,7 +173,7 @@ def _copy(value: Any) -> Any:
 
 
 def stand_in() -> None:
-    """Replace Megatron's writers with stand-ins, if this worker may become the last rank."""
+    """Replace Megatron's writers by ``Stub`` objects, if this worker may become the last rank."""
     args = get_args()
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return
@@ -189,8 +190,8 @@ def _iteration() -> int:
 def _opener(variable: str, setter: str) -> Callable[[], Any]:
     def open_() -> Any:
         args = get_args()
-        last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # the rank on which Megatron opens it
-        # The function runs with a copy of Megatron's variables, because the originals hold the stand-in, in use now.
+        last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # Megatron opens it on the last rank
+        # The function runs with a copy of Megatron's variables, because the original variable contains the ``Stub``.
         variables = {**vars(global_vars), variable: None}
         FunctionType(getattr(global_vars, setter).__code__, variables)(last)
         return variables[variable]
@@ -203,38 +204,38 @@ def _stubs() -> list[Stub]:
 
 
 def take_turns(last: bool) -> None:
-    """Start or stop writing after a new plan; ``last``: True if this worker is the last rank now."""
+    """Start or stop this worker's writers after a new plan; ``last``: True if this worker is the last rank now."""
     for writer in _stubs():
         writer.begin() if last else writer.rest()
 
 
 def missed_steps() -> None:
-    """Forget kept calls, because other workers have finished steps since this worker lost its place."""
+    """Forget the kept logging calls, because other workers have finished steps since this worker lost its place."""
     for writer in _stubs():
         writer.missed()
 
 
 class ProgressLog:
-    """progress.txt of --log-progress: rank 0 writes it in a thread, so that no disk ends or blocks a worker.
+    """Writer of --log-progress's file progress.txt on rank 0, in a thread, so that no disk stops or blocks a worker.
 
-    No worker waits for another worker here, and only rank 0 reads the file, so lost workers, and other hosts' views of
-    the folder, do not matter.  Megatron fails on a truncated line, so a truncated last line is dropped.
+    Unlike in Megatron, no worker waits for another worker, and only rank 0 reads the file.  So neither a lost worker
+    nor a folder that other hosts do not see does harm.  A truncated last line, on which Megatron fails, is dropped.
     """
 
     def __init__(self, alone: Callable[[], bool]) -> None:
-        """``alone``: returns whether this worker builds a model while other workers train; then nothing is logged."""
+        """``alone``: returns whether this worker builds a model while others train; then this worker logs nothing."""
         self._alone = alone
         self._process = os.getpid()
         self._files: dict[str, LogWriter] = {}
         self._warned = False
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if those of the loop have unknown signatures."""
+        """Wrap the seams of ``loop``; raises UserError if their signatures are unknown."""
         loop.wrap("progress_log", self._appending)
         loop.wrap("throughputs", self._throughputs)
 
     def finish(self) -> None:
-        """Flush before the process exits, waiting only a bounded time for the disk."""
+        """Flush progress.txt before the process exits, waiting only a bounded time for the disk."""
         flush_all(self._files.values())
 
     def _opened(self, folder: str) -> LogWriter:
@@ -247,7 +248,7 @@ class ProgressLog:
 
     def _appending(self, original: Callable[..., None]) -> Callable[..., None]:
         def append_to_progress_log(save_dir: str | None, string: str, barrier: bool = True) -> None:
-            if os.getpid() != self._process:  # in a child process that deletes a checkpoint, where errors are tolerated
+            if os.getpid() != self._process:  # a child process that deletes a checkpoint, and tolerates errors
                 return original(save_dir, string, barrier)
             if save_dir is None or self._alone() or dist.get_rank() != 0:
                 return None
@@ -276,6 +277,6 @@ class ProgressLog:
 
 
 def finish() -> None:
-    """Flush all writers after the training, before the process exits, waiting only a bounded time for the disk."""
+    """Flush this worker's writers before the process exits, waiting only a bounded time for the disk."""
     for writer in _stubs():
         writer.flush()

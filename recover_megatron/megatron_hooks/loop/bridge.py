@@ -1,10 +1,10 @@
-"""Megatron-Bridge's training loop, ``megatron.bridge.training`` (docs/integrate.md).
+"""Hooks of Megatron-Bridge's training loop, ``megatron.bridge.training`` (docs/integrate.md).
 
-If a function of Bridge has another signature than Megatron-LM's, the ``adapt`` of its seam translates the calls.
-``BridgeArguments`` maps Bridge's configuration and counters to ``megatron.training.get_args()``.  Refusals:
-``bridge_arguments.problems``.
+If the signature of a wrapped function differs between Bridge and Megatron-LM, the ``adapt`` of its seam translates the
+calls.  ``BridgeArguments`` maps Bridge's configuration and counters to ``megatron.training.get_args()``.
+``bridge_arguments.problems`` refuses some settings.
 
-The seams match the releases in ``SUPPORTED``; ``scripts/check_megatron.py`` compares the seams with Bridge's sources.
+The seams match the releases in ``SUPPORTED``; ``scripts/check_megatron.py`` compares them with Bridge's sources.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ INITIALIZE = "megatron.bridge.training.initialize"
 def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover: RecoverConfig | None = None) -> None:
     """Call Bridge's ``pretrain`` with the same arguments; with ``--recover`` the run survives deaths.
 
-    ``recover``: by default from the ``--recover-*`` flags of the command line.  If the run cannot start, the process
-    prints all reasons and exits with code 2.  If the run ends before its last iteration, the process exits with a code
-    of docs/operations.md.
+    ``recover``: the configuration; None: from the ``--recover-*`` flags of the command line.  If the run cannot start,
+    the process prints all reasons and exits with code 2.  If the run ends before its last iteration, the process exits
+    with one of the codes in docs/operations.md.
     """
     try:
         recover = config_from_argv(sys.argv[1:]) if recover is None else recover
@@ -68,17 +68,17 @@ class BridgeRun:
         self.arguments: Any = BridgeArguments(config)
         self._begun = False
         self._kept: Any = None
-        """Copy of the configuration that the user passed."""
+        """Unchanged copy of the configuration that the user passed."""
         self._groups: Any = None
-        """Bridge's original collection of process groups."""
+        """Collection of process groups that Bridge passed to its loop."""
         self._state: Any = None
         """Bridge's ``GlobalState``."""
         self._consumed: int | None = None
-        """Number of samples that Bridge must have counted before the next iteration; None: not known yet."""
+        """Number of samples that Bridge must have counted before the next iteration; None when the loop is entered."""
         self.loop = Loop("Megatron-Bridge", SUPPORTED, self._seams(), self)
 
     def survive(self) -> None:
-        """Train to the end.  If the run cannot start, raises UserError before any process group is created."""
+        """Run the training to its end.  If it cannot start, raises UserError before any process group is created."""
         self._kept = copy.deepcopy(self._call[0])
         self.loop.check()
         if reasons := [reason for seam in OWN_SEAMS if (reason := seam.misfit())]:
@@ -98,7 +98,7 @@ class BridgeRun:
     def _pretrain(self) -> None:
         self._begun = False
         config, *others = self._call
-        # Each model is built with a new copy, because Bridge changes the configuration that it gets.
+        # Each call gets a new copy of the configuration, because Bridge changes the configuration.
         self._call = (copy.deepcopy(self._kept), *others)
         _function(PRETRAIN, "pretrain")(config, *others)
 
@@ -118,7 +118,7 @@ class BridgeRun:
     def forget(self) -> None:
         _function(INITIALIZE, "destroy_global_state")()
 
-    # ---- functions of Bridge whose arguments differ from those of the roles
+    # ---- functions of Bridge whose arguments differ from Megatron-LM's
 
     def _seams(self) -> Mapping[str, Sequence[Seam]]:
         data = ("train_data_iterator", "valid_data_iterator", "global_state", "checkpoint_manager", "pg_collection")
@@ -160,7 +160,7 @@ class BridgeRun:
             self.arguments.attach(state.cfg, state.train_state)
             global_vars._GLOBAL_ARGS, global_vars._GLOBAL_TIMERS = self.arguments, state.timers
             result = original(state, *args, **kwargs)
-            self.arguments.attach(state.cfg, state.train_state)  # a loaded checkpoint, if any, has replaced both
+            self.arguments.attach(state.cfg, state.train_state)  # loading a checkpoint replaces both objects
             return result
 
         return setup
@@ -171,7 +171,7 @@ class BridgeRun:
             self._consumed = None
             call = inspect.signature(original).bind(*args, **kwargs)
             self._groups = call.arguments["pg_collection"]
-            # Bridge counts samples by the number of replicas when its loop is entered, perhaps again after a loss.
+            # Bridge counts samples with the number of replicas at the loop's start, which may now be after a loss.
             if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
                 call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
                 as_launched.dp = _AsLaunched(self._groups.dp, launched)
@@ -189,14 +189,14 @@ class BridgeRun:
         result = wrapper(original)(*call.args, **call.kwargs)
         state = call.arguments["global_state"]
         if not getattr(state, "_flops_requires_global_reduce", False):
-            # Bridge sums over the microbatches of this worker, whose number varies; if 0, Bridge uses the batch's sums.
+            # Bridge has summed over this worker's microbatches only.  If the sums are 0, Bridge sums over the batch.
             state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
         return result
 
     def _count(self) -> None:
-        """Begin an iteration.  Raises Disagreement if Bridge's sample count did not advance by one batch.
+        """Count an iteration.  Raises Disagreement if Bridge's sample count did not advance by one batch.
 
-        Without this check the worker could silently read other data than the other workers.
+        Without this check the workers could read data from different positions.
         """
         self.arguments.curr_iteration = self.arguments.step
         consumed = self.arguments.consumed_train_samples
@@ -257,11 +257,11 @@ OWN_SEAMS = (
     Seam(PRETRAIN, "_maybe_destroy_process_group", ("should_destroy",)),
     Seam(TRAIN, "destroy_global_state"),
 )
-"""Functions wrapped in addition to the roles: the setup, and functions that destroy process groups and global state."""
+"""Functions that are wrapped only with Bridge: the setup, and those that destroy process groups and global state."""
 
 
 def seams() -> list[Seam]:
-    """Return all functions that are wrapped in Bridge."""
+    """Return the seams of all functions that are wrapped in Bridge."""
     roles = BridgeRun(None, None, None, RecoverConfig()).loop.seams
     return [*OWN_SEAMS, *(seam for role in roles.values() for seam in role)]
 
@@ -280,7 +280,7 @@ class _AsLaunched:
 
 
 def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a function that destroys groups or state by a no-op, because `fault_tolerance` still needs them."""
+    """Return a no-op to replace a function that destroys groups or state, which `fault_tolerance` still needs."""
 
     def left_out(*unused: Any, **unused_too: Any) -> None:
         return None
@@ -289,9 +289,9 @@ def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
-    """Adapt ``wrapper`` to create the pipeline's communicator for each pass, because it stores global ranks.
+    """Adapt ``wrapper`` to create the pipeline's communicator again for each pass.
 
-    Bridge creates the communicator only once.
+    Bridge creates the communicator only once, but it stores global ranks, which change after a loss.
     """
 
     def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -337,7 +337,7 @@ def _with_iteration(wrapper: Wrapper, original: Callable[..., Any], state: Any, 
 
 @_adapting
 def _without_parts(wrapper: Wrapper, original: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
-    """Adapt a wrapper of ``f(..., return_base_dir)`` to Bridge's ``f(...)``, whose folders have no parts."""
+    """Adapt a wrapper of ``f(..., return_base_dir)`` to Bridge's ``f(...)``, which always returns the base folder."""
 
     def as_role(*given: Any, return_base_dir: bool = True, **named: Any) -> str:
         return original(*given, **named)

@@ -1,11 +1,11 @@
 """Megatron-Bridge's configuration and counters under the names of Megatron's flags, and refusals of some settings.
 
 Bridge's configuration has sections, whose fields have the names of Megatron's flags with few exceptions
-(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied, so the hooks set Bridge's own fields.
-Only the names in ``OWN`` have separate values: three of them are counters that Megatron's loop reads only when it
-starts, while Bridge's loop continues to count in its own fields.
+(``_OTHERWISE``).  Its counters are in the ``TrainState``.  The hooks read and set Bridge's own fields, except for the
+names in ``OWN``, which have separate values.  Three of these are counters that Megatron's loop reads only when it
+starts, whereas Bridge's loop counts in the fields of the ``TrainState``.
 
-A setting is refused with --recover if it is untested, or if recovery would not be exact (``problems``).
+``problems`` refuses a setting if it is untested with --recover, or if recovery would not be exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
     "scheduler", "logger", "tokenizer", "profiling",
 )  # fmt: skip
-"""Sections of the configuration, in the order in which they are searched for a name."""
+"""Sections of Bridge's configuration, in the order in which they are searched for a field."""
 
 COUNTERS = (
     "consumed_train_samples",
@@ -33,7 +33,7 @@ COUNTERS = (
     "do_valid",
     "do_test",
 )
-"""Names that are fields of Bridge's ``TrainState``."""
+"""Names that are read from and written to Bridge's ``TrainState``."""
 
 OWN = (
     "iteration", "curr_iteration", "num_floating_point_operations_so_far", "rank", "world_size", SHUFFLED_FOR,
@@ -53,14 +53,17 @@ _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "no_save_rng": lambda config: not config.checkpoint.save_rng,
     "full_validation": lambda config: False,
     "multiple_validation_sets": lambda config: False,
-    # None, because Bridge needs no stand-ins: it opens its writers when the present last rank first uses them.
+    # None, so that no ``Stub`` replaces Bridge's writers: Bridge opens them when the present last rank first logs.
     "tensorboard_dir": lambda config: None,
     "wandb_project": lambda config: None,
 }
 
 
 class BridgeArguments:
-    """Return value of ``megatron.training.get_args()`` with Bridge.  ``config``: the updated ``ConfigContainer``."""
+    """Object that ``megatron.training.get_args()`` returns with Bridge.
+
+    ``config``: the ``ConfigContainer``, after ``runtime_config_update``.
+    """
 
     def __init__(self, config: Any) -> None:
         own = dict.fromkeys(OWN, 0) | {"config": config, "train_state": None}
@@ -72,13 +75,13 @@ class BridgeArguments:
         self._own.update(config=config, train_state=train_state)
 
     def loaded(self) -> None:
-        """Copy the counters with which the run starts, perhaps from a checkpoint; called before the training begins."""
+        """Set the counters in ``OWN`` to the counters with which the run starts, perhaps from a checkpoint."""
         state = self._own["train_state"]
         self.iteration = self.curr_iteration = state.step
         self.num_floating_point_operations_so_far = state.floating_point_operations_so_far
 
     def entered(self) -> None:
-        """Set Bridge's counters to the counters in ``OWN``, before its loop is entered, as Megatron's loop would."""
+        """Set Bridge's counters to the counters in ``OWN``, before Bridge's loop is entered."""
         state = self._own["train_state"]
         state.step = self.curr_iteration = self.iteration
         state.floating_point_operations_so_far = self.num_floating_point_operations_so_far
@@ -94,7 +97,7 @@ class BridgeArguments:
         return int(self._own["train_state"].step)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_own":  # while this object is copied
+        if name.startswith("__") or name == "_own":  # ``copy`` asks for them before ``_own`` exists
             raise AttributeError(name)
         own = self._own
         if name in OWN:
@@ -125,29 +128,29 @@ class BridgeArguments:
 
 
 NOT_TRIED = {
-    "dist.use_decentralized_pg": "the hooks only know the process groups of Megatron-Core's parallel state",
+    "dist.use_decentralized_pg": "--recover can only replace the process groups of Megatron-Core's parallel state",
     "dist.use_torch_fsdp2": "its process groups cannot be changed",
     "dist.use_megatron_fsdp": "it is untested with this loop",
     "ddp.use_megatron_fsdp": "it is untested with this loop",
     "checkpoint.async_save": "it is untested with this loop",
-    "checkpoint.non_persistent_save_interval": "local checkpoints belong to workers that may be lost",
+    "checkpoint.non_persistent_save_interval": "a local checkpoint is lost with the worker that wrote it",
     "checkpoint.also_save_hf_checkpoint": "it gathers the weights over replicas, which is untested",
-    "train.num_epochs": "its batches are not identified by sample numbers",
+    "train.num_epochs": "recovery needs batches that are identified by sample numbers",
     "train.iterations_to_skip": "Bridge counts skipped samples by the number of live replicas",
     "optimizer.optimizer_cuda_graph": "a replayed graph bypasses the code that counts microbatches",
-    "model.moe_expert_rank_capacity_factor": "it repeats complete iterations",
+    "model.moe_expert_rank_capacity_factor": "Bridge may then repeat a complete iteration",
     "peft": "it is untested",
     "nvrx_straggler": "it gathers times over all replicas; use recover-report, which shows each replica's seconds",
     "tensor_inspect": "it sums over replicas within the step",
-    "logger.log_progress": "it compares the number of workers with the number at launch",
+    "logger.log_progress": "Bridge compares the number of workers with the number at launch",
     "validation.eval_context_parallel_size": "it creates separate process groups for an evaluation",
     "dist.eval_context_parallel_size": "it creates separate process groups for an evaluation",
 }
-"""Path of a setting -> why it is refused."""
+"""Path of a setting in Bridge's configuration -> reason why --recover refuses it."""
 
 
 SIZES = ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size")
-"""Sizes of the model that are untested above 1."""
+"""Parallel sizes in Bridge's model section that are refused above 1, because they are untested."""
 
 
 def _value(config: Any, path: str) -> Any:
@@ -157,7 +160,10 @@ def _value(config: Any, path: str) -> Any:
 
 
 def problems(config: Any, recover: RecoverConfig) -> list[str]:
-    """Return every reason why this run cannot start, one line each.  ``config``: after ``runtime_config_update``."""
+    """Return every reason why a run with ``config`` cannot start with --recover, one line each.
+
+    ``config``: the ``ConfigContainer``, after ``runtime_config_update``.
+    """
     arguments: Any = BridgeArguments(config)
     found = [f"{path} = {value!r}: {why}" for path, why in NOT_TRIED.items() if (value := _value(config, path))]
     if hasattr(config.dataset, "collate_fn") or not hasattr(config.dataset, "random_seed"):

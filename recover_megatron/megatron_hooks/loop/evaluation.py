@@ -1,13 +1,13 @@
-"""Megatron's computations over replicas between two steps; each runs as a section.
+"""Sections for Megatron's computations over replicas between two steps: evaluation, hashes and norm of parameters.
 
 evaluate_and_print_results()  with --full-validation: the replica's first worker sends the number of steps
-  evaluate()                  a section; the microbatches of the launch are distributed over the live replicas
+  evaluate()                  the launch's number of microbatches is distributed over the live replicas
     forward_backward_func()   with ``forward_only``: runs this replica's microbatches of one evaluation step
 
 check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: compares workers with a place
 calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker sums the main
-                                          parameters that it owns, or whose owner is lost and which it has as a shadow;
-                                          model parameters are summed once all are gathered (--overlap-param-gather)
+                                          parameters of which it is the first live holder; before model parameters are
+                                          summed, it waits until they are gathered (--overlap-param-gather)
 
 If a worker is lost, the survivors repeat the section from the start.
 """
@@ -32,19 +32,19 @@ from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 
 class Evaluation:
-    """The evaluations of one worker, and its part in computations over all parameters.
+    """Hooks of one worker's evaluations, and of the hashes and norms of parameters.
 
-    ``sharded``: returns the distributed optimizer; None if the run has none.
+    ``sharded``: returns the distributed optimizer, or None if the run does not shard the optimizer's state.
     """
 
     def __init__(
         self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None], manager: Callable[[], Manager | None]
     ) -> None:
-        """``manager``: returns None until the training begins; until then Megatron evaluates without recovery."""
+        """``manager``: returns None before the training; in that case Megatron evaluates without recovery."""
         self._groups, self._sharded, self._manager = groups, sharded, manager
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if those of the loop have unknown signatures."""
+        """Wrap the seams of ``loop``; raises UserError if their signatures are unknown."""
         loop.wrap("evaluate", self._evaluate)
         loop.wrap("evaluations", self._with_results)
         loop.wrap("weight_hashes", self._hashes)
@@ -112,7 +112,7 @@ class Evaluation:
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
             if self._groups.apart:
-                return True  # this worker takes a place, with a checked digest, while the others are in a step
+                return True  # this worker is joining, its digest was compared, and other workers are in a step
             return bool(self._section("weight hashes", lambda: original(model, cross_check)))
 
         return check_param_hashes_across_dp_replicas
@@ -146,25 +146,27 @@ class Evaluation:
 
 
 def _borrowed(view: View, total: int) -> list[int]:
-    """Return microbatches of other replicas that a replica evaluates if its share is empty because the run has grown.
+    """Return microbatches of other replicas for a replica whose share of the evaluation is empty.
 
-    All replicas must sum the same losses, and a replica learns which losses exist only from a forward pass.
+    A share can be empty if replicas were added to the run.  All replicas must sum the same losses, and a replica learns
+    which losses exist only from a forward pass.
     """
     return list(range(total))[view.inner_rank : view.quotas.least : view.quotas.granularity]
 
 
 def _with_count(loss: torch.Tensor) -> torch.Tensor:
-    """Return a microbatch's loss as (sum, count), which Megatron sums over all replicas; a single number is a mean.
+    """Return a microbatch's ``loss`` as a tensor (sum, count); a single number, which is a mean, becomes (mean, 1).
 
-    If it were left a mean, Megatron would sum the means of workers that ran different numbers of microbatches.
+    Megatron then adds sums and counts over all replicas.  It would sum means as if all workers had run equally many
+    microbatches.
     """
     return loss if loss.numel() != 1 else torch.stack([loss.view([]), torch.ones_like(loss).view([])])
 
 
 def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:
-    """Return zero losses for microbatches that other replicas count, so that no loss is summed twice.
+    """Return zero losses in place of ``losses``, for microbatches that other replicas count.
 
-    With --sft Megatron averages the means of all replicas, so the losses stay, and count as one more sample.
+    With --sft ``losses`` are returned unchanged, because Megatron averages the means of all replicas.
     """
     if getattr(args, "sft", False):
         return losses
@@ -172,10 +174,10 @@ def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:
 
 
 def _steps(args: Any) -> Any:
-    """Return the number of steps of an evaluation with --full-validation: an int, or a list for several sets.
+    """Return the number of steps of an evaluation with --full-validation: an int, or a list if there are several sets.
 
-    The replica's first worker broadcasts the numbers, because only workers with data can compute them from the data's
-    size; other tensor ranks and the middle stages have no data.
+    The replica's first worker broadcasts the numbers inside the replica, because most tensor ranks and the middle
+    stages have no data from whose size they could compute the numbers.
     """
     several = bool(getattr(args, "multiple_validation_sets", False))
     given = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
@@ -186,16 +188,17 @@ def _steps(args: Any) -> Any:
 
 
 def _reads_model(model: Any) -> bool:
-    """Return whether Megatron's norm reads the model's own parameters; in bf16 it reads the main parameters.
+    """Return whether Megatron's norm reads any model parameter; of bf16 parameters it reads the main parameters.
 
-    The caller must wait for the model's parameters, which may still be in transit until the next forward pass.
+    If True, the caller must first wait until updated parameters have arrived, which may take until the next forward
+    pass.
     """
     chunks = model if isinstance(model, list) else [model]
     return not get_args().bf16 or any(one.dtype == torch.float32 for chunk in chunks for one in chunk.parameters())
 
 
 def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch.Tensor]]:
-    """Return, for each 16-bit parameter, those parts of its 32-bit copy of which this worker is the primary."""
+    """Return 16-bit parameter -> parts of its 32-bit main parameter of which this worker is the primary holder."""
     found: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
     for held, primary in sharded.primaries():
         found.update({parameter: [] for parameter in held.parameters if parameter.dtype != torch.float32})
@@ -207,10 +210,10 @@ def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch
 
 @contextmanager
 def main_parameters(parts: Mapping[torch.nn.Parameter, list[torch.Tensor]]) -> Iterator[None]:
-    """Context in which ``main_param`` of each parameter is its ``parts``, concatenated; None without a part.
+    """Context in which each parameter's attribute ``main_param`` has its concatenated ``parts``; None without parts.
 
-    Megatron reads this worker's shard from ``main_param``, which it sets only when it creates the optimizer, whereas
-    the holders of shards change with every loss.
+    Megatron reads this worker's shard from ``main_param``.  Megatron sets this attribute only when it creates the
+    optimizer, but a loss changes which worker holds which shard.
     """
     names = ("main_param", "main_param_sharded")
     before = {one: [(name, getattr(one, name)) for name in names if hasattr(one, name)] for one in parts}

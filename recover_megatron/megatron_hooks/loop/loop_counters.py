@@ -1,7 +1,7 @@
-"""Counters of Megatron's training loop: the position of the loop in the run.
+"""Counters of Megatron's training loop, such as iterations and consumed samples, as a state that workers exchange.
 
-The counters are in Megatron's arguments, its scheduler, and the positions of the evaluation's data.  The loop starts
-from the counters of the launch, also on a worker that enters the loop later, and then increments them itself.
+The counters are in Megatron's arguments, in its scheduler, and in the positions of the evaluation's data.  When a
+worker enters the loop, the counters are set; from then on the loop increments them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
     SHUFFLED_FOR,
 )  # fmt: skip
-"""Megatron's arguments for the samples consumed, for the evaluations to do, and for how the run started."""
+"""Names of Megatron's arguments that count consumed samples, choose evaluations, or say how the run started."""
 LAUNCH = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "num_floating_point_operations_so_far",
 )  # fmt: skip
-"""Megatron's arguments with the counters at the start of the run, from which its loop counts."""
+"""Names of Megatron's arguments whose values at the start of the run are kept."""
 
 
 class LoopCounters:
-    """The counters of one worker.  ``validation``: Megatron's iterators, as passed to train().
+    """The counters of one worker's training loop.
 
+    ``validation``: Megatron's iterators over evaluation data, as passed to train().
     ``operations(samples)``: returns the number of floating-point operations for ``samples`` samples.
     ``running(seconds)``: see ``integrate.Services``.
     """
@@ -53,24 +54,24 @@ class LoopCounters:
         self._scheduler = scheduler
         self._operations = operations
         self._running = running
-        if first_start := os.environ.get(FIRST_START_VARIABLE):  # the start of the run, by this host's clock
+        if first_start := os.environ.get(FIRST_START_VARIABLE):  # ``time.time()`` when the run started
             running(time.time() - float(first_start))
         self._validation = sources_of(validation)
         self._launch = self._of_launch()
-        """Counters at the start of the run, also if this worker joined it later."""
+        """The ``LAUNCH`` counters at the start of the run; a worker that joined later receives them."""
 
     @property
     def first(self) -> int:
-        """First iteration of the run, also if this worker joined it later."""
+        """First iteration of the run, even if this worker joined later."""
         return with_skipped(int(self._launch["iteration"]), to_skip()) + 1
 
     @property
     def gone_back(self) -> bool:
-        """True if the run restarted from ``first`` by a rollback; equal on all workers, whenever they joined."""
+        """True if the run has rolled back to the iteration before ``first``; equal on all workers."""
         return bool(self._launch.get("gone back"))
 
     def read(self, version: int | None) -> dict[str, Any]:
-        """Return the present counters, for parameters that have seen ``version`` iterations."""
+        """Return the present counters as a tree.  ``version``: number of iterations that the parameters have seen."""
         args = get_args()
         return {
             "version": version,
@@ -84,16 +85,16 @@ class LoopCounters:
         }
 
     def show_launch(self) -> None:
-        """Set Megatron's start counters to the launch's, for a checkpoint; train() may have started with others."""
+        """Set Megatron's start counters to their values at the start of the run, before a checkpoint is written."""
         args = get_args()
         args.iteration = self._launch["iteration"]
         args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
 
     def restore(self, counters: dict[str, Any], *, iterations: int, skipped: bool) -> int:
-        """Set Megatron's counters, with which its loop begins, to ``counters`` advanced by ``iterations`` (0 or 1).
+        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1), before Megatron's loop is entered.
 
-        ``skipped``: True if that iteration skipped its update because of its loss scale.  Returns the number of
-        iterations that the parameters have then seen.
+        ``skipped``: True if the added iteration skipped its update because of its loss scale.  Returns the number of
+        the last iteration that counts as done, including iterations to skip.
         """
         args = get_args()
         for name, value in counters["args"].items():
@@ -112,7 +113,7 @@ class LoopCounters:
             args.consumed_train_samples += batch
             args.skipped_train_samples += batch
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        # train() continues to count floating-point operations; exact unless a growing batch is also decreased.
+        # The count from which train() continues; inexact only if a growing batch is also decreased.
         launch = self._launch = counters["launch"]
         left_out = sum(launch["iteration"] < iteration <= version for iteration in to_skip())
         samples = args.consumed_train_samples - launch["consumed_train_samples"]
@@ -124,16 +125,16 @@ class LoopCounters:
         return int(version)
 
     def schedule(self, counters: dict[str, Any], steps: int) -> None:
-        """Set the scheduler to its state in ``counters``, as in a checkpoint, advanced by ``steps`` (0 or 1)."""
-        vars(self._scheduler).update(counters["scheduler"])  # not from the flags: a checkpoint may differ
+        """Set the scheduler to its state in ``counters``, advanced by ``steps`` (0 or 1)."""
+        vars(self._scheduler).update(counters["scheduler"])  # all settings, because a checkpoint may override flags
         self._scheduler.step(increment=counters["batch"] * steps)
 
     def schedule_state(self) -> dict[str, Any]:
-        """Return the state of the learning rate and weight decay schedule, as in a checkpoint."""
+        """Return the state that Megatron saves of the schedule of learning rate and weight decay."""
         return dict(self._scheduler.state_dict())
 
     def agree_on_start(self, device: torch.device) -> None:
-        """Measure the run time from the earliest start known to any worker; all workers call it, in a section."""
+        """Adopt the longest run time that any worker has measured; all workers call this in a section."""
         seconds = torch.tensor(self._running(0.0), dtype=torch.float64, device=device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         self._running(seconds.item())
@@ -141,21 +142,21 @@ class LoopCounters:
     # ---- rollback to a checkpoint
 
     def go_back(self, iteration: int) -> None:
-        """Reset the counters to ``iteration``, with no sample consumed, as Megatron's load functions expect."""
+        """Set the counters to ``iteration`` and 0 consumed samples, as Megatron's load functions expect."""
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
         self._scheduler.num_steps = 0
 
     def loaded(self, iteration: int, operations: int) -> None:
-        """Set the counters after Megatron has loaded a checkpoint of ``iteration``, as at a start from it.
+        """Set the counters as at a start from the checkpoint of ``iteration``, which Megatron has just loaded.
 
         ``operations``: the checkpoint's count of floating-point operations.
         """
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.num_floating_point_operations_so_far = operations
-        # This sets the weight decay.  Megatron set it before it loaded the schedule, so newcomers would differ.
+        # Sets the weight decay from the loaded schedule.  Without this call newcomers would have another weight decay.
         self._scheduler.step(increment=0)
         self._launch = {**self._of_launch(), "gone back": True}
         for source in self._validation:

@@ -1,4 +1,4 @@
-"""Megatron-LM's training loop, ``megatron.training``: the first user of ``recover_megatron.integrate``."""
+"""Seams and services of Megatron-LM's training loop, ``megatron.training``, for ``recover_megatron.integrate``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHECKPOINTING = "megatron.training.checkpointing"
 
 
 class Services:
-    """Services of ``recover_megatron.integrate``; import Megatron lazily, because a script reads only ``SEAMS``."""
+    """Megatron-LM's ``integrate.Services``.  Megatron is imported lazily, because a script reads only ``SEAMS``."""
 
     def operations(self, samples: int) -> float:
         from megatron.training import get_args, training

@@ -1,16 +1,16 @@
-"""Return of an orphan to the training, in the order of its steps.
+"""Return of an orphan or spare to the training, and rollback of all workers to a checkpoint.
 
     leave            leave the training: no other worker waits for this worker, and interrupted work is dropped
     come_back        repeat until this worker has a place:
       wait             wait as a spare, and offer the state that this worker has
       take_place       take a place in the replica that a plan has formed: groups, state, ranks
-    build_elsewhere  if a plan wants this worker in another position: Megatron's state is dropped, and this worker alone
-                     calls pretrain() again, up to ``come_back``
+    build_elsewhere  if a plan assigns another position: drop Megatron's state, and run pretrain() again, without other
+                     workers, until its train() calls ``come_back``
 
-Meanwhile the other workers train.  At the boundary before a step (`training_parts`) they wait for this worker.  They
-send it the state while they compute that step (`state_exchange`), and depend on it from then on.  The part without
-Megatron is `instep.meeting.orphan`.  A worker that builds a model alone is the only member of its groups (see
-`parallel_groups`): it sends nothing and waits for no other worker; later it receives information with the state.
+While this worker does so, the other workers train.  At the boundary before a step (`training_parts`) they wait for this
+worker.  While they compute that step, they send it the state (`state_exchange`).  In later steps they depend on it.
+The part without Megatron is `instep.meeting.orphan`.  A worker that builds a model alone is the only member of its
+groups (`parallel_groups`), so it needs no other worker until it receives the state.
 
 If a part of the state is lost, all workers roll back to one checkpoint, in place (``Rollback``).
 """
@@ -65,7 +65,7 @@ log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Rejoin:
-    """Removes one worker from the training and returns it, with its present model.  Used by its main thread."""
+    """Takes this worker out of the training, and back into it with the present model.  Used by the main thread."""
 
     _manager: Manager
     _groups: Groups
@@ -82,20 +82,20 @@ class Rejoin:
         self._groups.leave_training()
         view = self._manager.view
         log.info(
-            f"worker {view.worker} has lost its place ({in_short(error)}); it waits as a spare, "
-            f"having left the training {view.spare_seconds:.3f} s after its replica broke"
+            f"worker {view.worker} has lost its place ({in_short(error)}); it waits as a spare. "
+            f"It left the training {view.spare_seconds:.3f} s after its replica broke"
         )
-        # The traceback's frames hold tensors of the training, and connections whose closing other workers wait for.
+        # The traceback's frames keep tensors alive, and connections: other workers wait until these are closed.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         self._checkpoints.forget()
 
     def come_back(self) -> None:
-        """Wait as a spare until a plan has a place for this worker, and take it; then train() can be entered.
+        """Wait as a spare until a plan has a place for this worker, and take this place.
 
-        Raises ``OtherPosition`` if the run wants this worker in another position, ``RunOver`` if the run is over, and
-        ``Disagreement`` for a state that cannot be right.
+        When this function returns, train() can be entered.  Raises ``OtherPosition`` if a plan assigns this worker
+        another position, ``RunOver`` if the run is over, and ``Disagreement`` if the received state is wrong.
         """
-        self._groups.leave_training()  # send nothing before the first boundary, which other workers reach later
+        self._groups.leave_training()  # no communication before the first boundary, which other workers reach later
         while True:
             decision = self._wait()
             try:
@@ -111,10 +111,10 @@ class Rejoin:
             time.sleep(self._untaken.pause)
 
     def _stay_retired(self, why: str) -> NoReturn:
-        """Wait until the run ends, which raises ``RunOver``."""
+        """Wait, without offering this worker again, until the run ends; then raise ``RunOver``."""
         me = self._manager.view.worker
         log.warning(
-            f"worker {me}: {why}; the run continues without this worker. Check the network between its host and the "
+            f"worker {me}: {why}; the run continues without this worker. Check the network between this host and the "
             "other hosts, stop this worker, and add another worker with recover-run --join"
         )
         self._groups.left(self._manager)
@@ -122,14 +122,14 @@ class Rejoin:
         raise AssertionError("a retired worker was given a place")
 
     def _wait(self) -> Decision:
-        """Wait for a plan with a place for this worker.  Raises a CUDA error if its device is broken."""
+        """Wait for a plan with a place for this worker.  Raises a CUDA error if this worker's device is broken."""
         state, sharded = self._parts.state, self._parts.sharded
         device = self._manager.view.communication.device
         check_device(device)
         self._groups.left(self._manager)
         stop_profiler(device)
         state.tidy()
-        if sharded is not None:  # updates by other workers will outdate its shards
+        if sharded is not None:  # other workers will update their shards, so this worker's shards are useless
             sharded.forget()
             state.version = None
         if not self._step_guard.believed:
@@ -149,38 +149,37 @@ class Rejoin:
         )
 
     def _stay_unprofiled(self) -> None:
-        """Disable torch's profiler in train(), because it counts iterations from the entry of train()."""
+        """Disable torch's profiler in train(): it counts from the entry of train(), not from the run's start."""
         args = get_args()
         ranks = getattr(args, "profile_ranks", None)
         if getattr(args, "use_pytorch_profiler", False) and (not ranks or args.rank in ranks):
             setattr(args, "profile" if hasattr(args, "profile") else "use_pytorch_profiler", False)
             log.info(
-                f"worker {self._manager.view.worker} is not profiled: it joined the training late, and torch's "
+                f"worker {self._manager.view.worker} is not profiled, because it joined the training late: torch's "
                 "profiler would record other iterations than --profile-step-start, into the same file"
             )
 
     def _take_place(self, decision: Decision) -> None:
-        """Take the place that ``decision`` has for this spare.
+        """Take the place that ``decision`` has for this spare: join the groups and receive the state.
 
-        Raises one of ``INTERRUPTED`` if this epoch ends first: this worker is then a spare with its old state.
+        If the epoch ends first, raises one of ``INTERRUPTED``, and this worker remains a spare with its old state.
         """
         manager, started, back_to = self._manager, time.perf_counter(), decision.rollback
         state = self._parts.state
         if back_to is not None and back_to.source == HELD:
-            state.timeline = decision.timeline[0]  # also if this plan ends before the worker has its place
+            state.timeline = decision.timeline[0]  # kept even if the epoch ends before this worker has its place
         first = first_iteration(decision)
-        if first > manager.view.iteration:  # the iteration in which this worker left
+        if first > manager.view.iteration:  # other workers have completed the iteration in which this worker left
             writers.missed_steps()
         with manager.take_place(decision, self._groups.traffic):
-            # Now, concurrently with groups and state: other workers open their rings, which need this worker, before
-            # they compute.
+            # Before the groups and the state, because other workers wait for this worker's rings before they compute.
             self._parts.open_rings()
             self._groups.regroup(manager.view)
             manager.inject("regroup", first)
             grouped = time.perf_counter()
             size = 0
             if back_to is not None and back_to.source != HELD:
-                state.go_back(back_to.iteration)  # all workers load together once all have their places
+                state.go_back(back_to.iteration)  # ``Rollback`` loads the state once all workers have their places
             else:
                 size = self._parts.places.fetch_state(decision)
             manager.inject("regroup", first)
@@ -197,9 +196,9 @@ PROFILING = ("profile", "use_pytorch_profiler", "use_nsys_profiler")
 
 
 def stop_profiler(device: torch.device) -> None:
-    """Stop the profiler of train(), which train() leaves running after an exception, so that memory would fill.
+    """Stop the profiler that train() leaves running after an exception: its records would fill the memory.
 
-    The profiler's records are dropped.  A profiler that the script itself started stays on.
+    The records are dropped.  If Megatron's profiling is off, a profiler of the user's script keeps running.
     """
     if not any(getattr(get_args(), name, False) for name in PROFILING):
         return
@@ -210,25 +209,25 @@ def stop_profiler(device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.cudart().cudaProfilerStop()
     except (RuntimeError, AttributeError) as error:
-        log.warning(f"cannot stop the profiler, which may fill the memory: {in_short(error)}")
+        log.warning(f"cannot stop torch's profiler, whose records may fill the memory: {in_short(error)}")
 
 
 def build_elsewhere(manager: Manager, groups: Groups, loop: Loop, position: int, *, built: bool) -> None:
-    """Prepare this process for another pretrain(), which builds the model of ``position`` without communication.
+    """Prepare this process for a pretrain() that builds the model of ``position`` without communication.
 
-    ``built``: True if Megatron still holds an earlier model, which is then dropped.
+    ``built``: True if Megatron still holds an earlier model, which this function drops.
     """
     view = manager.view
     slot = view.grid.replicas[0][position]
     log.info(f"worker {view.worker} builds the model of position {position}")
-    groups.again(slot)  # first: the groups refer to the model that is dropped
+    groups.again(slot)  # before the model is dropped, because the groups refer to it
     if built:
         _forget_megatron(loop)
     os.environ["RANK"] = str(slot)
 
 
 def _forget_megatron(loop: Loop) -> None:
-    """Drop Megatron's globals and torch's groups, and so the last references to the model."""
+    """Free the model: drop Megatron's globals and torch's groups, which have the last references to it."""
     loop.services.forget()
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
     world = c10d._world
@@ -242,11 +241,11 @@ def _forget_megatron(loop: Loop) -> None:
 
 
 def install_building_alone(groups: Groups, loop: Loop) -> None:
-    """Wrap the seams of a pretrain() that one worker runs alone, as this worker does while ``groups.alone`` is True.
+    """Wrap functions of pretrain() for a worker that runs it without other workers (``groups.alone`` is True).
 
-    load_checkpoint                      loads nothing, because the state comes from a peer
-    build_train_valid_test_data_loaders  gets do_train from here, since other workers train; at launch rank 0 broadcasts
-                                         whether there is data
+    load_checkpoint                      loads nothing, because this worker will receive the state from a peer
+    build_train_valid_test_data_loaders  assumes that there is training data, since other workers train; at launch
+                                         rank 0 broadcasts whether there is
     """
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,27 +272,27 @@ AS_SAVED = {
     "pretrained_checkpoint": None,
     "override_ckpt_iteration": None,
     "strict_fsdp_dtensor_load": True,
-    "ckpt_assume_constant_structure": False,  # the load plan of the launch was for other workers
+    "ckpt_assume_constant_structure": False,  # the cached load plan was made for the workers of the launch
     "ckpt_convert_update_legacy_dist_opt_format": False,
 }
-"""Megatron's arguments -> values for a rollback, which loads a complete checkpoint even if the launch loaded a part."""
+"""Megatron's argument -> value during a rollback, so that the complete checkpoint of this run is loaded."""
 
 
 @dataclass(eq=False)
 class Rollback:
     """Rollback after a loss of state: all workers with a place load one checkpoint, in place, and train from it.
 
-        plan: rollback --> every worker leaves the training, and takes its place without a state
+        plan with a rollback --> every worker leaves the training, and takes its place without a state
            |
-        section    Megatron's own load_checkpoint(), over the groups of the epoch, or a snapshot of the memory tier;
-           |         if a worker dies, the survivors repeat the section;
-           |         a worker that cannot read the checkpoint reports this and leaves, and the next plan uses the
-           |         checkpoint before it
+        section    load by Megatron's own load_checkpoint(), over the groups of the epoch, or from the memory tier.
+           |         If a worker dies, the survivors repeat the section.
+           |         If a worker cannot read the checkpoint, it reports this and leaves; the next plan uses an earlier
+           |         checkpoint
            v
-        once all workers have loaded the checkpoint, they enter train(), at the iteration after the checkpoint's
+        all workers have loaded the checkpoint: they enter train() at the next iteration after the checkpoint
 
     The plan names the checkpoint (`instep.meeting.timelines`), so all workers load the same checkpoint.  If the plan
-    names the state of workers that were set aside, nothing is loaded.  Used by the main thread.
+    names a state held by workers that were set aside, nothing is loaded here.  Used by the main thread.
     """
 
     _manager: Manager
@@ -305,9 +304,9 @@ class Rollback:
     """Epoch of the last completed rollback."""
 
     def carry_out(self, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """Do the rollback, if any, of the plan that gave this worker its place; called before ``train`` is entered.
+        """Roll back, if the plan that gave this worker its place says so; called before ``train`` is entered.
 
-        Raises ``Orphaned`` if this worker has lost its place, for example because it could not read the checkpoint.
+        Raises ``Orphaned`` if this worker loses its place, for example because it cannot read the checkpoint.
         """
         manager, decision = self._manager, self._manager.view.decision
         target, state, sharded = decision.rollback, self._parts.state, self._parts.sharded
@@ -330,12 +329,12 @@ class Rollback:
                     take_up.append(then)
                 with self._groups.in_section():
                     state.agree_on_start(manager.view.communication.device)
-            except BaseException as error:  # torch's CheckpointException is no Exception
+            except BaseException as error:  # torch's CheckpointException derives from BaseException
                 self._explain(error, target)
                 raise
             manager.inject("rollback")
 
-        if target.source != HELD:  # with HELD, workers received the state with their places
+        if target.source != HELD:  # with HELD, each worker has received the state when it took its place
             manager.section("rollback", run, moved=moved)
             take_up[0]()
         self._done = decision.epoch
@@ -343,7 +342,7 @@ class Rollback:
         tier = "memory" if target.source in (HELD, MEMORY) else "disk"
         folder = "" if tier == "memory" else _folder(target)
         seconds = time.monotonic() - began
-        one = manager.view.worker == min(decision.workers)  # True: this worker logs the note for recover-status
+        one = manager.view.worker == min(decision.workers)  # only one worker logs the note for recover-status
         manager.log(
             "rolled back",
             note=f"rolled back to iteration {target.iteration} from {tier}, {target.lost} lost" if one else "",
@@ -357,19 +356,19 @@ class Rollback:
         self._console.rolled_back(manager, target, folder, seconds)
 
     def _load(self, target: Target, model: Any, optimizer: Any, scheduler: Any) -> int:
-        """Load the checkpoint of ``target``; returns its count of floating-point operations.
+        """Load the checkpoint of ``target``; return the checkpoint's count of floating-point operations.
 
-        Raises Megatron's errors, and ValueError if the loaded iteration is another.
+        Raises Megatron's errors, and ValueError if the checkpoint belongs to another iteration.
         """
         args = get_args()
-        # With one random state per replica a checkpoint may have too few states, because the run may have grown since.
+        # With one random state per replica, a checkpoint may have fewer states than the run now has replicas.
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
         at = target.iteration
-        # Megatron reads the contents of a Megatron-FSDP checkpoint from --load, whatever folder it loads.
+        # Megatron reads some contents of a Megatron-FSDP checkpoint from --load, so "load" must name its folder.
         as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": at, "load": _folder(target)}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
-        # Without these replacements Megatron would read, in the legacy format, the optimizer's part of the checkpoint
-        # that the tracker file names, and would prefer a non-persistent checkpoint that is not older.
+        # Without the first replacement Megatron would read the optimizer state of a legacy checkpoint from the newest
+        # checkpoint; without the second it would prefer a non-persistent checkpoint that is as new or newer.
         wanted = monkeypatch.replaced(
             checkpointing,
             read_metadata=lambda tracker: (at, False),
@@ -380,22 +379,22 @@ class Rollback:
             iteration, operations = checkpointing.load_checkpoint(
                 model, optimizer, scheduler, load_arg="load", strict=True
             )
-            # A worker that built its model alone, in a position without data, does not know whether there is data.
+            # A worker that built its model alone, in a position without data, does not know which data sets exist.
             has_data = torch.tensor(
                 [int(args.do_valid), int(args.do_test)], device=self._manager.view.communication.device
             )
             dist.all_reduce(has_data, op=dist.ReduceOp.MAX)
             args.do_valid, args.do_test = has_data.tolist()
         if iteration != target.iteration:
-            raise ValueError(f"it belongs to iteration {iteration}")
+            raise ValueError(f"the checkpoint belongs to iteration {iteration}")
         return int(operations)
 
     def _explain(self, error: BaseException, target: Target) -> None:
-        """Return if the caller must raise ``error`` unchanged; otherwise raise the exception to raise instead."""
+        """Convert ``error``, raised by a load: raise the exception to use instead, or return to keep ``error``."""
         if isinstance(error, (EpochRevoked, MembershipError, InStepError, KeyboardInterrupt)):
             return
         epoch_groups = self._manager.view.groups
-        if epoch_groups.over:  # the epoch's end may have caused it
+        if epoch_groups.over:  # the end of the epoch may have caused the error
             raise EpochRevoked(epoch_groups.number, signature(error)) from error
         if is_communication(error) or is_own(error) or is_of_device(error):
             return

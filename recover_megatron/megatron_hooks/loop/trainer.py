@@ -1,13 +1,13 @@
-"""Training step with Megatron's own schedule: the ``Trainer`` that ``instep.step`` calls.
+"""``Trainer`` for ``instep.step`` that runs Megatron's own schedule.
 
-    compute(ids)   run Megatron's schedule on the microbatches ``ids``, with their random numbers; the schedule's last
-                   call, finalize_model_grads, is postponed: only its arguments are saved
+    compute(ids)   run Megatron's schedule on the microbatches ``ids``, with their random numbers.  The schedule's last
+                   call, finalize_model_grads, is postponed: only the call's arguments are saved
     extras()       return [tokens | routers | trackers | attention's logits | scales | per logged loss: sum, count],
                    each over all passes of this step
     finish(...)    after the commit, call finalize_model_grads once, with the token count of the complete batch
 
-Losses are divided by the launch's number of microbatches, however many this replica runs: ``NominalCount`` passes that
-number to ``forward_step_calc_loss``, which the schedules call.
+Losses are divided by the launch's number of microbatches, even if this replica runs another number: ``NominalCount``
+passes the launch's number to ``forward_step_calc_loss``, which the schedules call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from recover_megatron.megatron_hooks.loop.training_parts import TrainingParts
 
 @dataclass(eq=False)
 class NominalCount:
-    """Divisor of every loss while ``count`` is set, instead of the number of microbatches of the pass."""
+    """Replacement for the number of microbatches by which Megatron divides each loss, while ``count`` is not None."""
 
     count: int | None = None
 
@@ -100,30 +100,33 @@ class MegatronTrainer:
         self._parts.logits.ran(ids)
         self._parts.scales.ran(ids)
         self._losses += losses or []
-        # The step reads the losses next, and would wait for the device then.  A wait here counts as compute time, both
-        # for hang detection and in the seconds per microbatch, by which shares are balanced.
+        # Without this wait, the step would wait for the device when it reads the losses.  Here the wait counts as
+        # compute time, both for hang detection and in the seconds per microbatch that --recover-balance uses.
         self._parts.wait_for_device()
 
     def settle(self) -> None:
         buckets = self._parts.buckets
         if buckets.overlap is not None:
-            buckets.overlap.complete_all()  # required before the next update, also if this worker ran no microbatch
+            buckets.overlap.complete_all()  # required before the next update, even if this worker ran no microbatch
         buckets.settle()
 
     def extras(self) -> torch.Tensor:
-        """Return the extras (see the module's docstring): float64, flat, on the host; losses only on the last stage."""
+        """Return the values that the step's tail sums (see the module's docstring): float64, flat, on the host.
+
+        Only the last stage has losses.
+        """
         losses: list[float] = []
         for key in self._losses[0] if self._losses else ():
             values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])
             sums = values.sum(dim=0).tolist()
-            # One number is a mean over a microbatch, two are a sum over tokens and their count.
+            # One number is a mean over a microbatch.  Two numbers are a sum over tokens, and the number of tokens.
             losses += sums if len(sums) == 2 else [sums[0], float(len(values))]
         tokens, double = float(self._tokens), torch.float64
         counted = [one.read() for one in self._parts.beside]
         return torch.cat([torch.tensor([tokens], dtype=double), *counted, torch.tensor(losses, dtype=double)])
 
     def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """Let Megatron finish the gradients; returns the complete batch's losses in the form of a microbatch's losses.
+        """Call finalize_model_grads, and return the complete batch's losses, in the form that a schedule returns.
 
         ``extras``: the sum over the complete batch of the values that ``extras()`` returns.
         """
@@ -150,9 +153,9 @@ class MegatronTrainer:
         if self._losses:
             names[:] = self._losses[0]
         whole = {}
-        # A layout may leave a chunk without layers, and so without parameters.
+        # A pipeline layout may have chunks without layers, and so without parameters.
         device = next((weight.device for chunk in self._model for weight in chunk.parameters()), None)
-        for number, key in enumerate(names):  # also on a worker that ran no microbatch, if it knows the losses' names
+        for number, key in enumerate(names):  # also without microbatches, if earlier steps had losses
             total, count = losses[2 * number], losses[2 * number + 1]
             pair = bool(self._losses) and self._losses[0][key].numel() == 2
             value = torch.stack([total, count]) if pair else (total / count).view(1)
@@ -162,12 +165,12 @@ class MegatronTrainer:
     # ---- inside
 
     def _forward_step(self, ids: Sequence[int], backward: list[int]) -> Callable[..., Any]:
-        """Return the user's forward step, wrapped so that the k-th call on a chunk runs microbatch ``ids[k]``.
+        """Return the user's forward step, wrapped so that the k-th call on a model chunk runs microbatch ``ids[k]``.
 
-        The wrapper counts in ``backward``, by chunk, the microbatches that will have a backward pass.
+        The wrapper adds 1 to ``backward[chunk]`` for each microbatch that will have a backward pass on that chunk.
         """
         original = self._call["forward_step_func"]
-        # For a schedule plan, whose forward pass runs later, Megatron passes the module without its wrappers.
+        # Megatron passes a chunk or, to build a schedule plan, the module inside the chunk's wrappers.
         chunks = {id(one): number for number, chunk in enumerate(self._model) for one in _wrapped(chunk)}
         calls = [0 for _ in self._model]
 

@@ -1,12 +1,13 @@
-"""Hooks of Megatron's training loop: the only module that connects recovery with functions of the loop.
+"""Hooks of Megatron's training loop.
 
-train()                         joins the first epoch; from then on the run survives deaths.  If its replica breaks, a
-                                worker leaves train() by an exception, and enters it again with a new place (`rejoin`)
-  train_step()                  before it, the boundary at which new replicas join
+train()                         joins the first epoch; from then on the run survives deaths.  If a worker's replica is
+                                broken, the worker leaves train() by an exception, takes a place (`rejoin`), and enters
+                                train() again
+  train_step()                  before each step there is a boundary, at which new replicas join
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
     optimizer.step()            inside a replica, without other replicas; if distributed: `sharded_optimizer`
   training_log()                each of its barriers is a section
-  evaluate()                    `evaluation`: a section; its microbatches are distributed over the live replicas
+  evaluate()                    a section; its microbatches are distributed over the live replicas (`evaluation`)
   save_checkpoint()             a section: after a loss the survivors write the checkpoint again from the start
 """
 
@@ -62,14 +63,14 @@ FINAL = (
     KeyboardInterrupt,
     UserError,
 )
-"""Exceptions that end a worker even if its replica is broken, because they have other causes."""
+"""Exceptions that stop a worker even if its replica is broken, because a broken replica does not cause them."""
 
 
 class TrainingHooks:
     """The hooks of one worker's training loop, and the parts that the hooks need while the worker trains.
 
-    ``make_manager`` creates this worker's interface to the run.  ``open`` calls it when ``train`` is first entered or,
-    on a worker that waits for a place before it has a model, earlier.
+    ``make_manager`` creates the worker's ``Manager``.  ``open`` calls ``make_manager`` when ``train`` is first entered;
+    a newcomer, which waits for a place before it has a model, calls ``open`` earlier.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class TrainingHooks:
 
     @property
     def parts(self) -> TrainingParts:
-        """The parts of the trained model."""
+        """The ``TrainingParts`` of the model.  Raises AssertionError before ``train`` has been entered."""
         assert self._parts is not None, "train has not been entered"
         return self._parts
 
@@ -113,17 +114,17 @@ class TrainingHooks:
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
-        """The optimizer, if its state is sharded over the replicas; else None."""
+        """The optimizer, if the optimizer's state is sharded over the replicas; else None."""
         return None if self._parts is None else self._parts.sharded
 
     @property
     def manager(self) -> Manager:
-        """The manager of a worker whose training has begun, or that waits for a place."""
+        """The manager.  Raises AssertionError before ``open`` has been called."""
         assert self._manager is not None, "training has not begun"
         return self._manager
 
     def open(self, args: Any = None, grid: LaunchGrid | None = None) -> None:
-        """Create the manager.  ``args`` and ``grid`` are given for a newcomer, which has no Megatron yet."""
+        """Create the manager.  ``args``, ``grid``: only for a newcomer, which has not initialized Megatron yet."""
         self._manager = self._make_manager(args, grid)
 
     @property
@@ -132,19 +133,22 @@ class TrainingHooks:
         return 0 if self._parts is None else getattr(get_args(), "curr_iteration", -1) + 1
 
     def forget(self) -> None:
-        """Drop everything that belongs to the model, before a model for another position is built."""
+        """Drop all parts that belong to the model, before this worker builds a model for another position."""
         self._parts = self._outcome = None
 
     def planned(self) -> None:
-        """Update the shards for a new epoch.  Raises ``StateLost`` on all workers if a part of them has no holder."""
+        """Update, for a new epoch, the record of which worker holds which shards of the optimizer's state.
+
+        Raises ``StateLost`` on all workers if a part of the state has no live holder.
+        """
         if self.sharded is not None and self.sharded.shards.known:
             self.sharded.shards.planned()
             self.sharded.check()
 
     def kept_checkpoints(self) -> tuple[list[Checkpoint], set[int]]:
-        """Return the checkpoints to which the run can roll back, and the iterations that this worker failed to load.
+        """Return (checkpoints to which the run can roll back, iterations whose checkpoints this worker cannot read).
 
-        Any thread may call it.
+        Any thread may call this method.
         """
         state, found = self.state, list[Checkpoint]()
         if state is not None and not self._no_last_resort(state):
@@ -153,16 +157,16 @@ class TrainingHooks:
         return found, self._checkpoints.unreadable
 
     def _no_last_resort(self, state: TrainingState) -> str:
-        """Return why the run cannot roll back to a checkpoint in place; empty if it can, once a checkpoint exists."""
+        """Return the reason why the run cannot roll back to a checkpoint in place; empty if it can."""
         return "--recover-last-resort off" if self._config.last_resort == "off" else state.no_rollback_reason
 
     @property
     def begun(self) -> bool:
-        """True if ``manager`` exists; until then evaluations, checkpoints etc. run as in stock Megatron."""
+        """True if ``manager`` exists; before that, evaluations, checkpoints etc. run as in stock Megatron."""
         return self._manager is not None
 
     def install(self) -> None:
-        """Wrap the seams; raises UserError if seams of this loop or of Megatron-Core have unknown signatures."""
+        """Wrap the seams of this loop and of Megatron-Core; raises UserError if their signatures are unknown."""
         loop = self.loop
         self._nominal.install()
         self._accumulated.install()
@@ -190,7 +194,7 @@ class TrainingHooks:
             forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            late = self.begun  # a newcomer, which waited without a model until a plan needed it to build one
+            late = self.begun  # True for a newcomer, which waited for a plan before it built a model
             if not late:
                 _check_batches(get_args())
                 self.open()
@@ -201,7 +205,7 @@ class TrainingHooks:
                 rejoin.come_back()
             else:
                 args = get_args()
-                args.curr_iteration = args.iteration  # the loop would set it, unless the run was complete
+                args.curr_iteration = args.iteration  # the loop does not set it if the run is already complete
                 self._start()
             while True:
                 try:
@@ -218,7 +222,7 @@ class TrainingHooks:
         return train
 
     def _take_up(self, model: Any, optimizer: Any, scheduler: Any, validation: Any, *, late: bool) -> TrainingParts:
-        """Create the parts for train()'s model and optimizer, and publish them to the seams."""
+        """Create the parts for train()'s model and optimizer, which the wrapped functions use from now on."""
         self._groups.model = model
         parts = self._parts = TrainingParts(
             model,
@@ -247,14 +251,14 @@ class TrainingHooks:
         ):
             log.info(
                 f"no last resort: {why}. If the last holder of a part of the state is lost and there is no snapshot in "
-                "memory, the run ends with exit code 12; a new launch resumes from the newest checkpoint"
+                "memory, the run ends with exit code 12; launch it again to resume from the newest checkpoint"
             )
         self._groups.open()
         if self.sharded is not None:
             self.sharded.adopt()
 
     def replica_broken(self, error: BaseException) -> bool:
-        """Return whether the loss of a peer in the replica caused ``error``; if so, this worker becomes a spare."""
+        """Return whether the loss of a worker in this worker's replica caused ``error``; then it becomes a spare."""
         return self.manager.is_of_mates(error)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,8 +282,8 @@ class TrainingHooks:
             state = self.parts.state
             state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
-                # Megatron logs the first iteration of train() at once, with a barrier, and again in its next row.  But
-                # a worker that came back entered train() later, and all workers must reach the same barriers.
+                # Megatron also logs the first iteration of train(), with a barrier.  All workers must reach the same
+                # barriers, so a worker that entered train() later must not log its own first iteration.
                 kwargs["is_first_iteration"] = iteration == state.first and not state.gone_back
             return original(losses, total, rate, iteration, *args, **kwargs)
 
@@ -303,7 +307,7 @@ class TrainingHooks:
         return get_forward_backward_func
 
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """Run one step to its commit (`instep.step`), then let Megatron finish it; returns the losses to log."""
+        """Run one step to its commit (`instep.step`), then finish the gradients; return the losses to log."""
         args, manager, parts = get_args(), self.manager, self.parts
         view = manager.view
         nominal = get_num_microbatches()
@@ -337,7 +341,7 @@ class TrainingHooks:
 
 
 def _check_batches(args: Any) -> None:
-    """Raise UserError if a later entry of the batch size schedule would end the run (`flags`)."""
+    """Raise UserError if the batch size schedule contains a batch that the run could not distribute over replicas."""
     if getattr(args, "step_batch_size_schedule", None):
         batches = batches_to_come(args, args.consumed_train_samples, args.iteration)
         if reasons := misfits(args, args.data_parallel_size, batches):

@@ -1,11 +1,10 @@
-"""Parts of a worker's training for one built model, and the work of these parts between two steps.
+"""Objects that recovery needs for one built model of a worker (``TrainingParts``), and their work between two steps.
 
-The parts are created together when train() is entered, and dropped together.
+The parts are created together when train() is entered, and dropped together with the model.
 
-at_boundary         a rendezvous if workers join or leave; states are compared, repaired, and sent to fresh replicas; a
-                    snapshot is taken if one is due
+at_boundary         holds a rendezvous if workers join or leave; compares states, repairs them, and sends them to new
+                    replicas; takes a snapshot if one is due
 before_checkpoint   ensures that each worker that writes has its parameters, and its part of the optimizer's state
-(With --recover-balance, ``instep.recovery`` also gives a slow replica fewer microbatches.)
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from recover_megatron.megatron_hooks.parallel_groups import Groups
 class StepGuard:
     """Decides whether an orphan's parameters really have the version that the orphan has counted.
 
-    On a GPU the host runs ahead: an update is queued behind the norm of the gradients, an all-reduce inside the
-    replica.  If a peer is dead, the abort of its group completes that all-reduce with garbage, which scales the update,
-    possibly without an exception.  So the update counts only if the device had executed it before the abort:
+    On a GPU an update waits in the queue behind an all-reduce inside the replica, of the gradients' norm.  If a peer of
+    the replica is dead, the abort of the process group completes this all-reduce with garbage.  The garbage scales the
+    update, possibly without an exception.  So the update counts only if the device executed it before the abort:
 
         IDLE --begin--> UPDATING --end--> QUEUED --the device is done--> IDLE
           |                |                |
@@ -82,7 +81,7 @@ class StepGuard:
             self.believed = self.believed and not self._sealed
 
     def end(self) -> None:
-        """Note that the complete update is in the device's queue."""
+        """Record that the complete update is in the device's queue."""
         if self._make_event is None:
             return
         event = self._make_event()
@@ -91,7 +90,7 @@ class StepGuard:
             self._updating, self._event = False, event
 
     def seal(self) -> None:
-        """Note that the groups inside the replica will be aborted, after which unfinished work may produce garbage."""
+        """Record that the replica's process groups will be aborted: unfinished work may then produce garbage."""
         with self._lock:
             if self._sealed:
                 return
@@ -100,13 +99,13 @@ class StepGuard:
             self.believed = self.believed and not self._updating and not queued
 
     def reset(self) -> None:
-        """Trust the state again, which was received from other workers or found equal to theirs."""
+        """Trust this worker's state again, because it was received from, or compared with, other workers."""
         with self._lock:
             self._updating, self._event, self._sealed, self.believed = False, None, False, True
 
 
 class TrainingParts:
-    """The parts that belong to one model, created from train()'s arguments.  Used by the main thread.
+    """The objects that recovery needs for one model, created from train()'s arguments.  Used by the main thread.
 
     ``accumulated``: counts the gradients that Megatron adds.  ``blank``: see ``TrainingState``.
     """
@@ -133,9 +132,9 @@ class TrainingParts:
         self.logits = AttentionLogits(args, model)
         self.scales = Scales(args, model)
         self.beside = (self.routers, self.trackers, self.logits, self.scales)
-        """Sources of the values that a step sums in addition to gradients, in the order of these values in its tail."""
+        """Sources of the values that a step sums in addition to gradients, in the order of the step's tail."""
         self.sharded = _sharded(optimizer, self.buckets, manager, config)
-        """The sharded optimizer; None if every worker of a column has the complete optimizer state."""
+        """The sharded optimizer; None if each worker of a column has the column's complete optimizer state."""
         self.state = TrainingState(
             model,
             optimizer,
@@ -158,7 +157,7 @@ class TrainingParts:
             drained(device, self._manager.check)
 
     def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
-        """Wrap the optimizer's step, so that after an interruption it is known whether the parameters were updated."""
+        """Wrap the optimizer's step to count updates, so that an interrupted worker knows its parameters' version."""
         step = optimizer.step
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -181,9 +180,9 @@ class TrainingParts:
     # ---- between two steps
 
     def at_boundary(self) -> None:
-        """Let new replicas join; compare and send states.
+        """Do the work between two steps: let new replicas join, compare and send states, take a snapshot if due.
 
-        Raises ``Orphaned`` if this worker must not compute with its state.
+        Raises ``Orphaned`` if this worker's state is wrong.
         """
         manager = self._manager
         self._groups.open()
@@ -205,22 +204,22 @@ class TrainingParts:
         view.groups.open_rings([alive(column, view.live) for column in self.buckets.rings])
 
     def _before_meeting(self) -> None:
-        self._services.finish_saves()  # before the rendezvous: by the workers that began the save
+        self._services.finish_saves()  # before the rendezvous, because only the workers that began a save can finish it
         self.complete()
         if self._manager.view.decision.leaving:
-            self._settle()  # while the leaving workers can still send state that only they hold
+            self._settle()  # before the rendezvous, because leaving workers may be the only holders of some state
 
     def before_checkpoint(self) -> None:
-        """Complete the data for a checkpoint; called before the section that writes the checkpoint."""
+        """Complete the parameters and shards of this worker; called before the section that writes a checkpoint."""
         self.complete()
         self._settle()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return the context of a checkpoint write; the caller enters it once, around the section that may repeat."""
+        """Return the context of a checkpoint write.  The caller enters it once, even if the section is repeated."""
         return nullcontext() if self.sharded is None else self.sharded.saving()
 
     def complete(self) -> None:
-        """Wait for the distributed optimizer's work that overlaps with the next step."""
+        """Wait for the distributed optimizer's work of the last step that overlaps with the next step."""
         if self.sharded is not None:
             self.sharded.complete()
 

@@ -1,4 +1,4 @@
-"""``instep.hooks.Hooks`` for Megatron: actions at turning points of recovery; and injection of faults into its work."""
+"""Calls from in-step recovery into Megatron's hooks (``instep.hooks.Hooks``), and fault injection for tests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
-"""Boundary inside a collective -> phase in a fault specification."""
+"""Name of a boundary inside a collective operation -> phase in a fault specification (--recover-inject)."""
 
 SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
-"""Kind of a section -> phase in a fault specification."""
+"""Kind of a section -> phase in a fault specification (--recover-inject)."""
 
 
 @dataclass(eq=False)
@@ -34,21 +34,21 @@ class FaultInjection:
 
     _injector: Injector
     _training: TrainingHooks
-    """Training hooks that know the current iteration and phase."""
+    """Source of the current iteration and phase."""
 
     def install(self) -> None:
-        """Wrap the seams; raises UserError if those of this Megatron have unknown signatures."""
+        """Wrap Megatron's functions of the backward pass; raises UserError if their signatures are unknown."""
         monkeypatch.wrap("backward_step", self._striking_backward)
         monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._striking_backward_beside)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject the faults of ``phase``, which was reached in ``iteration``; None: the current iteration."""
-        if phase == "traffic":  # an operation inside a section counts as a further visit of the section's phase
+        """Inject the faults that are due at ``phase`` of ``iteration``; None: the current iteration."""
+        if phase == "traffic":  # an operation inside a section counts as the section's phase
             phase = SECTIONS.get(self._training.manager.view.section, "")
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)
 
     def in_collective(self, boundary: str, hop: int) -> None:
-        """Inject faults at a boundary of a collective (``collectives.ring.executor.Hook``, ``collectives.native``)."""
+        """Inject the faults that are due at ``boundary`` of a collective (``collectives.ring.executor.Hook``)."""
         phase, sharded = self._training.manager.view.phase, self._training.sharded
         if boundary == "gather":  # with --overlap-param-gather the next iteration has already begun
             self.inject("param-gather", 0 if sharded is None else sharded.updated)
@@ -77,15 +77,15 @@ class FaultInjection:
 
 @dataclass(eq=False)
 class TurningPoints(Hooks):
-    """The hooks of one worker; see ``Hooks`` for its methods."""
+    """``Hooks`` of one worker that trains with Megatron; ``Hooks`` documents the methods."""
 
     _groups: Groups
     _training: TrainingHooks
     _records: Records
     _faults: FaultInjection | None
-    """None if no fault will be injected."""
+    """Fault injection of this worker; None without --recover-inject."""
     _first_plan: bool
-    """True if the worker was launched with the run, and has had no plan yet."""
+    """True on a worker of the launch until its first plan, which logs the event "start"."""
 
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         self._training.step_guard.seal()

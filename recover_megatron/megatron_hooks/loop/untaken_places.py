@@ -1,6 +1,6 @@
-"""Policy of a worker that failed to take its assigned place: offer itself again at once, offer itself later, or retire.
+"""Policy of a worker that failed to take its assigned place: ask for a place again at once, later, or retire.
 
-``MOST``: number of equal failures in a row after which the worker retires.
+``MOST``: number of failures in a row, with the same message, after which the worker retires.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ PAUSE_SECONDS = 10.0
 
 @dataclass(eq=False)
 class UntakenPlaces:
-    """Count of one worker's failures to take a place; decides whether the worker offers itself again.
+    """Counter of one worker's failures to take a place, which decides whether the worker asks for a place again.
 
-        it took the place                      its failures are forgotten
-        the epoch ended first                  it offers itself again, and no failure is counted
-        it failed with a new message           it offers itself again at once
-        it failed with the same message        it offers itself again after ``PAUSE_SECONDS``: the cause may pass
-        so ``MOST`` times in a row             it is retired: it waits for the end of the run, and is offered no place
+        the worker took the place              forget all failures
+        the epoch ended first                  ask again at once; this does not count as a failure
+        a failure with a new message           ask again at once
+        a failure with the same message        ask again after ``PAUSE_SECONDS``, because the cause may pass
+        the same message ``MOST`` times        retire: wait for the end of the run, and ask no more
 
-    Attempts are limited because each costs all workers an epoch, which no user notices while the other workers train.
-    If no other worker has a place, the run depends on this worker, so it tries until `edges` ends the run.
+    Attempts are limited because each attempt costs all workers an epoch, and no user may notice the failures while the
+    other workers train.  If no other worker has a place, the run needs this worker: its failures are not counted, and
+    it asks until `edges` ends the run.
     """
 
     _text: str = ""
@@ -34,12 +35,12 @@ class UntakenPlaces:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next offer."""
+        """Seconds to wait before the worker asks for a place again."""
         return PAUSE_SECONDS if self._times > 1 else 0.0
 
     @property
     def retired(self) -> bool:
-        """True if the worker is retired: it makes no further offer."""
+        """True if the worker is retired: it asks for no further place."""
         return self._times >= MOST
 
     def failed(self, error: Exception, decision: Decision) -> str:

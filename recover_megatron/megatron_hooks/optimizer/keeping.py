@@ -1,15 +1,15 @@
-"""Storage of a sharded optimizer's state in Megatron, and Megatron's functions to update, save and load it.
+"""Storage of a sharded optimizer's state in Megatron: how Megatron updates, saves and loads this state.
 
-``Keeping`` is the interface for `sharded_optimizer`; ``InBuckets`` implements it for the distributed optimizer, whose
-buckets lie in Megatron's DDP, and `fsdp.outer` for Megatron-FSDP, where the state is sharded over the shard groups.
+`sharded_optimizer` uses the interface ``Keeping``.  ``InBuckets`` implements this interface for the distributed
+optimizer with Megatron's DDP buckets, and `fsdp.outer` for Megatron-FSDP with a state sharded over the shard groups.
 
-After deaths the shards are unevenly distributed.  Checkpoints still have any of Megatron's formats:
+After deaths the shards are unevenly distributed.  Checkpoints still have Megatron's formats:
 
-    fully reshardable, legacy    ``whole``: gathers all parts of the state, as Megatron's own gathering does
-    by bucket (the default)      ``by_bucket``: each worker writes the parts of which it is the primary (the first live
-                                 holder), at the offsets of these parts
+    fully reshardable, legacy    ``whole`` gathers all parts of the state, as Megatron's own function does
+    by bucket (the default)      ``by_bucket``: each worker is the primary (first live holder) of some parts of the
+                                 state, and writes these parts at their offsets in the bucket
 
-Each format loads in stock Megatron at any data-parallel size, because no format records which worker held a part.  A
+Stock Megatron loads each format at any data-parallel size, because no format records which worker held a part.  A
 rollback (`rejoin`) loads a checkpoint into the pieces of the new layout (``loading_into``).
 """
 
@@ -38,7 +38,8 @@ Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
 class ShardedCheckpoint:
     """Checkpoint writer of one distributed optimizer.
 
-    ``primaries``, ``parts``: return the pieces, and the ranges of a bucket, of which this worker is the primary.
+    ``primaries``: function that returns the pieces of which this worker is the primary.  ``parts``: function that
+    returns the ranges of a bucket of which this worker is the primary.
     """
 
     def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
@@ -55,7 +56,7 @@ class ShardedCheckpoint:
     def whole(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> dict[Any, Any] | None:
-        """Replace ``DistributedOptimizer.get_parameter_state_dp_zero``."""
+        """Return the complete state; replaces ``DistributedOptimizer.get_parameter_state_dp_zero``."""
         optimizer = self._optimizer
         group = optimizer.data_parallel_group
         wanted = group.rank() == 0 or return_on_all_ranks
@@ -76,7 +77,7 @@ class ShardedCheckpoint:
         offset, starts = 0, {}
         for bucket in buffer.buckets:
             starts[self._numbers[id(bucket)]] = bucket.offset if self._padded else offset
-            offset += bucket.numel_unpadded  # the legacy format leaves out the padding between buckets
+            offset += bucket.numel_unpadded  # the legacy format has no padding between buckets
         return starts
 
     def _fill(self, buffer: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -85,14 +86,14 @@ class ShardedCheckpoint:
             if fragment.bucket in starts:
                 at = starts[fragment.bucket]
                 for key, value in _tensors(fragment).items():
-                    if key in tensors:  # without moments, before the first step: zeros, their initial values
+                    if key in tensors:  # moments that do not exist before the first step stay zero
                         tensors[key][at + fragment.start : at + fragment.stop].copy_(value)
 
     def in_model_space(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``, which is ``original``.
+        """Wrap ``original``, ``DistributedOptimizer.sharded_param_state_fully_reshardable``, to save padded tensors.
 
-        Megatron indexes tensors without padding by a parameter's offset in the buffer, which includes padding.  Here
-        the tensors have the padding, too, so a parameter behind a padded bucket gets the right state.
+        Megatron's tensors have no padding, but Megatron indexes them by offsets that include padding.  With padded
+        tensors, a parameter behind a padded bucket gets the right state.
         """
 
         def sharded_param_state_fully_reshardable(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ class ShardedCheckpoint:
         return sharded_param_state_fully_reshardable
 
     def by_bucket(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Replace ``DistributedOptimizer.sharded_param_state_dp_reshardable``; ``original`` is used for loading."""
+        """Wrap ``original``, ``DistributedOptimizer.sharded_param_state_dp_reshardable``, to save the pieces."""
 
         def sharded_param_state_dp_reshardable(
             model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
@@ -117,7 +118,10 @@ class ShardedCheckpoint:
         return sharded_param_state_dp_reshardable
 
     def wanted(self, fragments: Sequence[ShardFragment]) -> dict[Any, Any]:
-        """Return the request to load ``fragments``, whose state tensors must exist, from a checkpoint by bucket."""
+        """Return the state dict that requests ``fragments`` from a checkpoint by bucket.
+
+        The state tensors of ``fragments`` must exist.
+        """
         instance = self._optimizer.distributed_optimizer_instance_id
         state: dict[Any, Any] = {}
         for fragment in fragments:
@@ -127,12 +131,12 @@ class ShardedCheckpoint:
         return state
 
     def found(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
-        """Yield, for each of ``fragments`` in order, the state that was loaded for the request of ``wanted``."""
+        """Yield the state of each of ``fragments``, in order.  ``state``: the loaded state dict of ``wanted``."""
         places = {place: iter(entries) for place, entries in _lists(state)}
         return (next(places[self._place(fragment.bucket)[0]]) for fragment in fragments)
 
     def found_in_model_space(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
-        """Yield, for each of ``fragments`` in order, its state from a fully reshardable checkpoint, by parameter."""
+        """Yield the state of each of ``fragments``, in order, from the ``state`` of a fully reshardable checkpoint."""
         parameters = (parameter for buffer in self._optimizer.buffers for parameter in buffer.param_index_map)
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         for fragment in fragments:
@@ -143,7 +147,7 @@ class ShardedCheckpoint:
     def found_by_rank_0(
         self, state: Any, fragments: Sequence[ShardFragment]
     ) -> Iterator[tuple[ShardFragment, dict[str, Any]]]:
-        """Yield each piece with its state from a legacy checkpoint, which rank 0 has read; in the order of buckets."""
+        """Yield (piece, state), by ascending bucket, from a legacy checkpoint, which only rank 0 has read."""
         optimizer, group = self._optimizer, self._optimizer.data_parallel_group
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
@@ -158,7 +162,7 @@ class ShardedCheckpoint:
                     yield fragment, {key: one[at + fragment.start : at + fragment.stop] for key, one in tensors.items()}
 
     def _place(self, bucket: int) -> tuple[tuple[int, Any, int], str, int]:
-        """Return a bucket's place (buffer, dtype, number in the buffer), checkpoint key, and size without padding."""
+        """Return a bucket's place (buffer, dtype, number in buffer), its checkpoint key, and its unpadded size."""
         optimizer = self._optimizer
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
@@ -192,7 +196,7 @@ class ShardedCheckpoint:
         return state
 
     def _bucket(self, bucket: Any, key: str, instance: int) -> list[dict[str, Any]]:
-        """Return the parts of a bucket that this worker writes, with all gaps, because a file must have no holes."""
+        """Return the parts of a bucket that this worker writes.  Gaps are filled, because a file must have no holes."""
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
         found = []
@@ -210,18 +214,21 @@ class ShardedCheckpoint:
         return found
 
     def _written(self, fragment: ShardFragment) -> dict[str, torch.Tensor]:
-        """Return the tensors as stock Megatron writes them: moments in float32 or wider, remainders as "param"."""
+        """Return the tensors that stock Megatron writes.
+
+        Moments have float32 or wider; "param" is the main parameter or, if stock Megatron keeps it, the remainder.
+        """
         found = {
             name: value.float() if value.element_size() < 4 else value for name, value in _tensors(fragment).items()
         }
-        for name in set(self._keys) - set(found):  # before the first step: the initial values
+        for name in set(self._keys) - set(found):  # moments do not exist before the first step
             found[name] = torch.zeros_like(fragment.tensor, dtype=torch.float32)
         if self._fragments.has_remainder(fragment):
             found["param"] = precision.remainder(fragment.tensor)
         return found
 
     def _empty(self, bucket: int, own: Sequence[ShardFragment], numel: int) -> dict[str, torch.Tensor]:
-        """Return padding elements with the dtypes of ``own``, the pieces of this bucket, if there are any."""
+        """Return ``numel`` zeros per tensor name, with the dtypes that the bucket's pieces ``own``, if any, have."""
         model = self._fragments.buckets[bucket].param_data.dtype
         main = torch.int16 if precision.has_remainders(self._optimizer, model) else torch.float32
         types = {**dict.fromkeys(self._keys, torch.float32), "param": main}
@@ -230,20 +237,20 @@ class ShardedCheckpoint:
 
     @contextmanager
     def loading_into(self, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
-        """Context in which the optimizer loads a checkpoint into the pieces of ``held``, which it then updates.
+        """Context in which the optimizer loads a checkpoint into the pieces of ``held``, which it updates from then on.
 
-        Megatron's own loading knows only the layout of the launch: a shard for each rank, and no shadow.  Here Megatron
-        requests the pieces of another layout, and loads everything else (groups, steps, the scaler) as usual.  The
-        state of the pieces is created here, and undefined until the checkpoint is loaded.  Raises ValueError for a
-        checkpoint in a format of ``OTHER_FORMATS``.
+        Megatron's own loading knows only the layout of the launch, with one shard per rank and no shadow.  In this
+        context Megatron loads the pieces of ``held``, and everything else (groups, steps, the scaler) as usual.  This
+        function creates the state of the pieces, which is undefined until the checkpoint is loaded.  Raises ValueError
+        for a checkpoint in a format of ``OTHER_FORMATS``.
         """
         optimizer, fragments = self._optimizer, self._fragments
         every = [fragment for unit in held.values() for fragment in unit]
         fragments.install(held)
-        optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros, which the checkpoint overwrites
+        optimizer._init_optimizer_states_with_dummy_values()  # creates states, to be overwritten
 
         def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-            # Not earlier, because Megatron has just loaded the groups, and torch has created new state dicts.
+            # The state is created only now: Megatron has just loaded the groups, and torch then made new state dicts.
             for fragment in every:
                 fragment.state = fragments.new_state(fragment)
             return self.wanted(every)
@@ -295,7 +302,7 @@ def _entry(
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"padding": LocalNonpersistentObject(padding)}
     for name, tensor in tensors.items():
-        if name == "step":  # read from the groups
+        if name == "step":  # Megatron reads the step count from the groups
             entry[name] = LocalNonpersistentObject(tensor)
             continue
         entry[name] = ShardedTensor(
@@ -306,7 +313,7 @@ def _entry(
 
 
 OTHER_FORMATS = ("sharded_param_state_dp_zero", "sharded_param_state_fs_model_space")
-"""Methods by which a distributed optimizer loads formats that Megatron no longer writes."""
+"""Methods of a distributed optimizer that load formats that Megatron no longer writes."""
 
 
 def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
@@ -321,13 +328,14 @@ def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
-    raise ValueError("its format is no longer written by Megatron, so a rollback cannot load it")
+    raise ValueError("a rollback cannot load this checkpoint's format, which Megatron no longer writes")
 
 
 class Keeping(ABC):
-    """Storage of a sharded optimizer's state, and how Megatron updates, saves and loads it.
+    """Storage of a sharded optimizer's state, and how Megatron updates, saves and loads this state.
 
-    In all methods ``one`` is one of Megatron's optimizers, and ``fragments`` are this worker's pieces of its state.
+    In all methods ``one`` is one of Megatron's optimizers, and ``fragments`` are this worker's pieces of the state of
+    ``one``.
     """
 
     has_all = False
@@ -336,15 +344,15 @@ class Keeping(ABC):
     @property
     @abstractmethod
     def tells_norms(self) -> Column:
-        """Column whose members exchange the norms of their units; each unit has a holder among these members."""
+        """Column whose members exchange the gradient norms of the units (shares of the state) that they hold."""
 
     @abstractmethod
     def norm_group(self) -> Any:
-        """Return Megatron's group that sums a unit's norm: the workers of one replica that hold a part of the unit."""
+        """Return the process group that sums a unit's norm: the workers of one replica that hold parts of the unit."""
 
     @abstractmethod
     def fragments(self, one: Any, groups: dict[Any, int], shadow_device: torch.device | None) -> ShardFragments:
-        """Return the set of pieces of ``one``, still empty.  ``groups``: parameter -> number of its group."""
+        """Return an empty set of pieces for ``one``.  ``groups``: parameter -> number of the parameter's group."""
 
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         """Make Megatron update and save the pieces.  ``primaries``, ``parts``: as in ``ShardedCheckpoint``."""
@@ -356,14 +364,14 @@ class Keeping(ABC):
         """Adopt, at launch, the state that Megatron has created or loaded."""
 
     def adopted(self) -> None:  # noqa: B027  nothing to release
-        """Release Megatron's own state, since the pieces have separate memory or are not needed."""
+        """Release the memory of Megatron's own state, once the pieces have separate memory or are dropped."""
 
     def updating(self) -> AbstractContextManager[None]:
-        """Return the context in which Megatron's step does the update, before the parameters are gathered."""
+        """Return the context of Megatron's update, which ends before the updated parameters are gathered."""
         return nullcontext()
 
     def gathered(self) -> None:  # noqa: B027  Megatron gathers none
-        """Called after the update, when updated parameters are gathered over the column, or are being gathered."""
+        """Notify that the gathering of the updated parameters over the column has begun or finished."""
 
     @abstractmethod
     def loading(
@@ -375,15 +383,16 @@ class Keeping(ABC):
         """
 
     def lend(self, fragments: ShardFragments, *, moments: bool) -> list[tuple[Column, torch.Tensor]]:
-        """Return buffers, (column, flat tensor), for the column's complete state, filled with this worker's parts.
+        """Create buffers for the column's complete state, with this worker's parts filled in.
 
-        If ``moments`` is False, there are only buffers for the main parameters.  The order is equal on all members.
-        The list is empty if Megatron saves the pieces directly.
+        Returns (column, flat tensor) of each buffer, in an order that is equal on all members of the column.  If
+        ``moments`` is False, only main parameters get buffers.  Returns an empty list if Megatron saves the pieces
+        directly.
         """
         return []
 
     def show(self, fragments: ShardFragments) -> AbstractContextManager[None]:
-        """Return the context of a checkpoint write, in which the filled buffers of ``lend`` are Megatron's state."""
+        """Return the context of a checkpoint write, in which Megatron saves the gathered buffers of ``lend``."""
         return nullcontext()
 
 
@@ -408,7 +417,7 @@ class InBuckets(Keeping):
 
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         super().connect(one, fragments, primaries, parts)
-        # All survivors write, regardless of their instance.
+        # All survivors write, whichever instance of the distributed optimizer they belonged to.
         one.data_parallel_group, one.distributed_optimizer_instance_id = self._buckets.whole(one), 0
         saved = self._saved[id(one)] = ShardedCheckpoint(one, fragments, primaries, parts)
         one.get_parameter_state_dp_zero = saved.whole

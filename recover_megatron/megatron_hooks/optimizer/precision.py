@@ -1,20 +1,20 @@
-"""--use-precision-aware-optimizer: moments and gradients in bfloat16, and complete main parameters kept by Megatron.
+"""--use-precision-aware-optimizer: moments and gradients in bfloat16, while Megatron keeps complete main parameters.
 
-Transformer Engine's optimizer would keep the main parameters in its own state.  For a bfloat16 model it would keep only
-the remainders, which are the bits that the model's parameters lack:
+Stock Megatron leaves the main parameters to Transformer Engine's optimizer.  For a bfloat16 model that optimizer keeps
+only the remainders, which are the bits that the model's parameters lack:
 
     main, float32         | sign, exponent, 7 bits | 16 bits |
     model, bfloat16       | the same, plus 1 in the last bit |   ``nearest``
                           | if the 16 bits are >= a half     |
     remainder, int16                               | 16 bits |   ``remainder``
 
-Here Megatron keeps the main parameters in float32 (``install``), as it does itself with most FP8 recipes.  So they are
-sliced, copied and sent as with any other optimizer, and the update computes the same numbers, also in the model.
+With --recover, Megatron keeps the main parameters in float32 (``install``), as stock Megatron does with most FP8
+recipes.  So main parameters are sliced, copied and sent as with any other optimizer, and updates have the same results.
 
 Checkpoints by bucket equal stock Megatron's: moments in float32, main parameters as remainders.  A checkpoint does not
 record whether it contains main parameters or remainders.  But a model parameter is a rounded main parameter, so a
-loaded value that does not match the model parameter is a remainder (``whole``).  In this way a run without this
-optimizer reads remainders, too.
+loaded value that does not match the model parameter is a remainder (``whole``).  Because of this test, a run without
+this optimizer can load remainders, too.
 
 Moments in float16 or FP8 are refused (`refused`), because they have one scale for a complete shard of a parameter.
 """
@@ -30,12 +30,12 @@ from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks import monkeypatch
 
 _BY_ITSELF = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
-"""Field of Megatron's configuration; if True, the optimizer's state has the main parameters, and gradients keep their
-dtype."""
+"""Field of Megatron's optimizer configuration.  If True, Transformer Engine's optimizer keeps the main parameters in
+its state, and gradients keep their dtype."""
 
 
 def install() -> None:
-    """Wrap the seam, before the optimizer is configured; raises UserError if its signature is unknown.
+    """Wrap the constructor of the optimizer's configuration; raises UserError if its signature is unknown.
 
     Each configuration gets the field ``recover_remainders``: True if stock Megatron would keep remainders.
     """
@@ -54,11 +54,11 @@ def install() -> None:
 
 
 def check(config: Any) -> None:
-    """Raise UserError for an optimizer's configuration that was created before ``install``."""
+    """Raise UserError if an optimizer's configuration was created before ``install``."""
     if getattr(config, _BY_ITSELF, False):
         raise UserError(
             "--recover: the optimizer configuration was created before --recover was installed, so Transformer Engine "
-            "would keep the main parameters: create it later, or remove --use-precision-aware-optimizer"
+            "would keep the main parameters; create the configuration later, or remove --use-precision-aware-optimizer"
         )
 
 
@@ -69,7 +69,7 @@ def has_remainders(optimizer: Any, dtype: torch.dtype) -> bool:
 
 
 def nearest(main: torch.Tensor) -> torch.Tensor:
-    """Round main parameters to bfloat16: halves away from zero, as if remainders were kept, not to even."""
+    """Round main parameters to bfloat16, with halves away from zero, as Transformer Engine does with remainders."""
     return (main.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -81,21 +81,23 @@ def remainder(main: torch.Tensor) -> torch.Tensor:
 def whole(model: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """Return the float32 main parameters of ``model`` (bfloat16) from ``read``, the numbers in a checkpoint.
 
-    ``read`` has main parameters, or remainders, which are all integers.  Compares bits, so NaN and -0.0 match, too.
+    ``read`` contains either main parameters or remainders, which are integers.  The test whether ``read`` matches
+    ``model`` compares bits, so that NaN and -0.0 match, too.
     """
     bits, low = model.view(torch.int16), read.to(torch.int16)
     fits = (nearest(read).view(torch.int16) == bits) | (read.to(torch.bfloat16).view(torch.int16) == bits)
     if bool(fits.all()) or not torch.equal(low.float(), read):
         return read
-    high = bits.int() - (low < 0).int()  # a negative remainder: the model's parameter was rounded up
+    high = bits.int() - (low < 0).int()  # a negative remainder means that the model's parameter was rounded up
     return (high << 16 | low.int() & 0xFFFF).view(torch.float32)
 
 
 def set_scales(inner: Any, states: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-    """Give Transformer Engine's optimizer a scale for each bfloat16 moment, as if it had created these states.
+    """Set a scale of 1 for each bfloat16 moment of Transformer Engine's optimizer ``inner``.
 
-    That optimizer reads a scale for every moment that is not float32, but does not use the scale of a bfloat16 moment.
-    ``states``: (tensor, state) of all tensors that the optimizer may update.  Other optimizers are not changed.
+    That optimizer looks up a scale for each moment that is not float32, although it ignores the scale of a bfloat16
+    moment.  ``states``: (tensor, state) of all tensors that ``inner`` may update.  An ``inner`` of another type is not
+    changed.
     """
     if hasattr(inner, "_scales"):
         inner._scales.clear()

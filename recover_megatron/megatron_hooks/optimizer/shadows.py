@@ -1,20 +1,21 @@
-"""Repartition of the optimizer's state, comparison of its shadows, and their update on the host.
+"""Repartition of the optimizer's state, comparison of shadows with their originals, and update of shadows on the host.
 
-Before a step whose workers differ from the workers of the state's present layout (``change_hands``)::
+If the workers of the next step are not the workers of the present layout, the state is repartitioned before the step
+(``change_hands``)::
 
-    section    compute the layout for the present workers; create new pieces for this worker's part of it (``make``);
+    section    compute the layout for the present workers; create the pieces that this worker will hold (``make``);
        |       fetch missing elements from the workers that hold them (``instep.state.shards``).  If a worker is lost,
        v       the survivors repeat the section
-    from now on the optimizer updates the new pieces, and the new layout is the present layout
+    afterwards the optimizer updates the new pieces, and the new layout is the present layout
 
-With --recover-shadow-device cpu, while the next step computes (``HostShadows``)::
+With --recover-shadow-device cpu, a thread updates the shadows while the next step computes (``HostShadows``)::
 
-    begin    the finished sums and the settings of the coming update are copied to the host
-    run      a thread clips these sums by the same norm and does the same update, with the inner optimizer's own step()
-    join     before a shadow is read, or updated again
+    begin    copies the finished gradient sums and the optimizer's settings to the host
+    run      clips these sums by the same norm and does the same update, with the inner optimizer's own step()
+    join     waits for the thread, before a shadow is read or updated again
 
-A shadow is needed only when its owner has died, in a repartition, and when states are compared.  So the training waits
-for the host only if the host needs longer for its shadows than the device for a step.
+A shadow is read only if its owner has died, in a repartition, or to compare states.  So the training waits for the host
+only if the host needs more time to update the shadows than the device needs for a step.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from recover_megatron.workload.shards import ElementRange
 log = get_logger(__name__)
 
 Layouts = Mapping[Column, Any]
-"""Column -> which worker holds which units (``Shards.wanted``)."""
+"""Column -> layout, which says which worker holds which units, the shares of the state (``Shards.wanted``)."""
 
 Held = dict[int, list[ShardFragment]]
-"""Unit -> pieces of one of Megatron's optimizers."""
+"""Unit -> pieces of the state of one of Megatron's optimizers."""
 
 REPARTITION_SECONDS = 600.0
 """Seconds that a repartition may take, in addition to the hang timeout, before a worker counts as hung."""
@@ -66,7 +67,7 @@ class LayoutPieces:
         return {column: self.shards.wanted(column) for column in self.shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
-        """Return the column of ``fragments``; the last column if they have no buckets (experts, in a stage without)."""
+        """Return the column of ``fragments``; the last column if they have no buckets (a stage without experts)."""
         first = next(iter(fragments.buckets), None)
         return self.shards.columns[-1] if first is None else self.buckets.part(first)[0]
 
@@ -79,7 +80,10 @@ class LayoutPieces:
         }
 
     def parts(self, fragments: ShardFragments, unit: int, layouts: Layouts) -> dict[int, Sequence[tuple[int, int]]]:
-        """Return a unit's parts of each bucket, by ``layouts`` or, for columns not in it, by the present layout."""
+        """Return bucket -> ranges of ``unit``, in the layout of the bucket's column.
+
+        A column that is not in ``layouts`` has its present layout.
+        """
         found = {}
         for number in fragments.buckets:
             column, numel = self.buckets.part(number)
@@ -137,10 +141,10 @@ class LayoutPieces:
     def _receive(
         self, element_ranges: Sequence[ElementRange], held: Sequence[Held]
     ) -> tuple[Place, Callable[[list[Any]], None]]:
-        """Return (place, take): the functions that store another worker's ``_give`` in the pieces of ``held``.
+        """Return functions (place, take) that store the data of another worker's ``_give`` in the pieces of ``held``.
 
-        The data is received directly into the memory of the pieces: a copy would double the memory that a newcomer
-        needs, and the C library would keep the memory of the copy.
+        ``place`` makes the data arrive directly in the memory of the pieces.  A copy would double the memory that a
+        newcomer needs, and the C library would not return that memory to the system.
         """
         pieces = in_order(fragment for units in held for unit in units.values() for fragment in unit)
         parts = [self._fragments_of(element_range).parts(element_range, pieces) for element_range in element_ranges]
@@ -162,7 +166,7 @@ class LayoutPieces:
         return next(fragments for fragments in self.fragments if element_range.bucket in fragments.buckets)
 
     def compare(self) -> None:
-        """Compare the shadows with their originals in a section, by the digests of all holders.
+        """Compare the shadows with their originals, by digests that all holders exchange in a section.
 
         If a shadow differs, all workers rebuild all shadows in the next repartition.
         """
@@ -179,12 +183,12 @@ class LayoutPieces:
         different, anywhere = manager.section("verify shadows", run)
         if different:
             manager.log("shadows differ", units=different)
-            log.info(f"the shadows of workers {different} differ from their originals: all shadows are rebuilt")
+            log.info(f"the shadows of workers {different} differ from their originals; all shadows will be rebuilt")
         if anywhere:
             self.shards.distrust_shadows()
 
     def _digests(self) -> list[int]:
-        """Return the digests of this worker's units: a row for ``differing_units``."""
+        """Return this worker's row for ``differing_units``, with the digests of its units."""
         row = []
         for optimizer, fragments in enumerate(self.fragments):
             column = self.column(fragments)
@@ -195,7 +199,7 @@ class LayoutPieces:
 
 @dataclass(eq=False)
 class HostShadows:
-    """Updates the shadows in host memory."""
+    """Updater of the shadows in host memory, in a separate thread."""
 
     _fragments: Sequence[ShardFragments]
     """The pieces of each of Megatron's distributed optimizers."""
@@ -205,7 +209,7 @@ class HostShadows:
     _failed: list[BaseException] = field(default_factory=list, init=False)
 
     def begin(self, norm: float, scales: Sequence[float]) -> None:
-        """Start an update of the shadows with the present gradients; called before the device's own update.
+        """Start the update of the shadows with the present gradients; called before the device updates its pieces.
 
         ``norm``: the norm of the unscaled gradients.  ``scales``: the loss scale of each of Megatron's optimizers.
         """
@@ -219,9 +223,9 @@ class HostShadows:
             return
         for _, shadows, _, _ in work:
             for fragment in shadows:
-                # Always a copy: the buffer is cleared when the next iteration begins.
+                # Copied always, because the next iteration clears the gradient buffer.
                 fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32, copy=True)
-        # As Megatron clips: in float32, and only norms above the limit.
+        # Like Megatron, clip in float32, and only norms above the limit.
         factor = self._clip / (norm + 1.0e-6) if self._clip > 0 else 1.0
 
         def run() -> None:
@@ -235,7 +239,7 @@ class HostShadows:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the last update of the shadows is done.  If the update raised an exception, raises it."""
+        """Wait until the last update of the shadows is done.  Raises the update's exception, if the update failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -244,7 +248,7 @@ class HostShadows:
 
 
 def _settings(fragments: ShardFragments) -> list[dict[str, Any]]:
-    """Return each group's settings before this update: learning rate, decay, the step count if a group has one."""
+    """Return each group's settings before this update, such as the learning rate, weight decay and step count."""
     return [{key: value for key, value in group.items() if key != "params"} for group in fragments.inner.param_groups]
 
 
@@ -255,8 +259,8 @@ def _update(
     by_scale: float,
     factor: float,
 ) -> None:
-    """Update ``shadows`` as the device's ``inner`` optimizer updates its pieces: by a twin that has only shadows."""
-    for by in (by_scale, min(factor, 1.0)):  # in the device's order, for the same rounding
+    """Update ``shadows`` by a copy of the device's ``inner`` optimizer that has only shadows as parameters."""
+    for by in (by_scale, min(factor, 1.0)):  # the device multiplies in this order: same rounding
         for fragment in shadows if by != 1.0 else ():
             assert fragment.tensor.grad is not None
             fragment.tensor.grad.mul_(by)
@@ -267,17 +271,17 @@ def _update(
         for number, group in enumerate(settings)
     ]
     twin.state = defaultdict(dict, {fragment.tensor: fragment.state for fragment in shadows})
-    type(inner).step(twin)  # the class's method: the instance's may be replaced
+    type(inner).step(twin)  # the class's method, because the instance's may be wrapped
     for fragment in shadows:
         fragment.tensor.grad = None
         fragment.state = twin.state[fragment.tensor]
 
 
 def differing_units(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the units of which two holders report different digests.
+    """Return the units whose holders report different digests.
 
-    A row has four numbers for each unit of one worker: the optimizer, its column's first slot, the unit, the digest.
-    (The columns of two workers' experts may differ.)
+    A row has four numbers for each unit of one worker: the optimizer, the first slot of the optimizer's column, the
+    unit, and the digest.  The slot is needed because two workers may have different columns of experts.
     """
     reported: dict[tuple[int, int, int], set[int]] = {}
     for row in rows:

@@ -1,13 +1,13 @@
-"""Pieces of a distributed optimizer's state on one worker, cut so that each piece lies in one parameter.
+"""Pieces of a distributed optimizer's state on one worker, cut so that each piece is part of one parameter.
 
     bucket   |--- parameter a ---|-- parameter b --|---- parameter c ----|pad|
     unit           |================================|                            owned by one worker (workload.shards)
     pieces         |=============|==================|                            each updated by the inner optimizer
 
-A unit's owner and its shadows cut it at the same offsets and update it by the same calls on tensors of the same shapes,
-so on processors of one kind the bits are the same.  A piece of a 32-bit parameter uses the model's own memory; a piece
-of a 16-bit parameter is a 32-bit copy, as in Megatron (`precision`).  Shadows may be kept on the host
-(``shadow_device``): then they are copies, too, and are updated on the shadow device, see `shadows`.
+The owner of a unit and the holders of its shadows cut the unit at the same offsets, and update it by the same calls on
+tensors of the same shapes.  So on processors of one kind their bits are the same.  A piece of a 32-bit parameter uses
+the model's own memory.  A piece of a 16-bit parameter is a 32-bit copy, as in Megatron (`precision`).  A shadow on the
+host (``shadow_device``) is also a copy, and is updated on the host (`shadows`).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class ShardFragment:
     tensor: torch.Tensor
     """The tensor that the inner optimizer updates."""
     model: torch.Tensor
-    """The model's parameter, a view of Megatron's buffer."""
+    """The same elements of the model's parameter, a view of Megatron's buffer."""
     gradient: torch.Tensor
-    """The parameter's gradient, also a view."""
+    """The gradient of the same elements, a view of Megatron's gradient buffer."""
     counts: bool
-    """True if the gradient is part of the norm; False if another worker of the replica counts the same gradient."""
+    """True if this worker adds the gradient to the norm; False if another worker of the replica adds the same one."""
     state: dict[str, Any] = field(default_factory=dict)
     """State of the inner optimizer; empty before the first update."""
     on_shadow_device: bool = False
-    """True for a shadow that is updated on the shadow device, not by the device's own update."""
+    """True if the piece is a shadow that the shadow device updates."""
     borrowed: bool = False
     """True if the piece uses Megatron's memory, which is released as soon as separate pieces exist."""
 
@@ -69,7 +69,7 @@ class ShardFragment:
         return self.tensor.data_ptr() != self.model.data_ptr()
 
     def give(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the state of elements ``start`` to ``stop`` (offsets in the bucket), as a tree."""
+        """Return the state of elements ``start`` to ``stop`` (offsets in the bucket), as a dict of tensors."""
         part = slice(start - self.start, stop - self.start)
         return {
             "master": self.tensor[part] if self.tensor.dtype != self.model.dtype else None,
@@ -89,9 +89,9 @@ class ShardFragment:
                 _fill(self.room(start, stop, value.dtype, name), value)
 
     def room(self, start: int, stop: int, dtype: torch.dtype | None = None, name: str = "") -> torch.Tensor:
-        """Return a view of elements ``start`` to ``stop`` of the state ``name`` or, if that is empty, of ``tensor``.
+        """Return a view of elements ``start`` to ``stop`` of the state ``name``; of ``tensor`` if ``name`` is empty.
 
-        A missing state is created with type ``dtype``.
+        A missing state is created as zeros of type ``dtype``.
         """
         if name and name not in self.state:
             self.state[name] = torch.zeros(self.tensor.shape, dtype=dtype, device=self.tensor.device)
@@ -100,16 +100,16 @@ class ShardFragment:
 
 
 def _fill(own: torch.Tensor, given: torch.Tensor) -> None:
-    if own.data_ptr() != given.data_ptr():  # otherwise it was received in place
+    if own.data_ptr() != given.data_ptr():  # if equal, the data was received in place
         own.copy_(given)
 
 
 InOrder = Mapping[int, Sequence[ShardFragment]]
-"""Bucket -> disjoint pieces, ascending."""
+"""Bucket -> its disjoint pieces, sorted by first element."""
 
 
 def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
-    """Sort ``pieces`` by bucket and element."""
+    """Group ``pieces`` by bucket, and sort each group by first element."""
     found: dict[int, list[ShardFragment]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
         found.setdefault(piece.bucket, []).append(piece)
@@ -117,16 +117,16 @@ def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
 
 
 def overlapping(pieces: InOrder, bucket: int, start: int, stop: int) -> list[ShardFragment]:
-    """Return the ``pieces`` that have some of the elements ``start`` to ``stop``; fast, even if ``pieces`` are many."""
+    """Return the ``pieces`` that have some of the elements ``start`` to ``stop``, by binary search."""
     found = pieces.get(bucket, ())
     first = bisect_right(found, start, key=lambda piece: piece.stop)
     return list(found[first : bisect_left(found, stop, key=lambda piece: piece.start)])
 
 
 def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
-    """Return a parameter's optimizer state (name -> value) cut to the elements ``part``.
+    """Return a parameter's optimizer state (name -> value), with each tensor cut to the elements ``part``.
 
-    Values without elements, such as a step count, are kept.
+    Scalars, such as a step count, are returned unchanged.
     """
     return {
         name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value for name, value in state.items()
@@ -134,10 +134,10 @@ def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
 
 
 class ShardFragments:
-    """The pieces of one of Megatron's distributed optimizers: unit -> pieces, ascending by bucket and element.
+    """The pieces of one of Megatron's distributed optimizers that this worker holds.
 
-    ``buckets``: number (among all the model's buckets) -> bucket, for the buckets that the optimizer updates.
-    ``groups``: model parameter -> number of the parameter's group.
+    ``held``: unit -> pieces, sorted by bucket and element.  ``buckets``: number of a bucket in the model -> bucket, for
+    the buckets that the optimizer updates.  ``groups``: model parameter -> number of the parameter's group.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ShardFragments:
     # ---- creating them
 
     def adopt(self, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
-        """Adopt, at launch, Megatron's state of this worker's shard as ``unit``; ``parts``: bucket -> its ranges."""
+        """Adopt, at launch, Megatron's state of this worker's shard as ``unit``; ``parts``: bucket -> ranges in it."""
         inner, main = self.inner, dict[Any, torch.Tensor]()
         for models, masters in (
             (self._optimizer.model_float16_groups, self._optimizer.shard_fp32_from_float16_groups),
@@ -164,7 +164,7 @@ class ShardFragments:
         for number, start, stop, parameter_range in self._cut(parts):
             master = main[parameter_range.parameter]
             fragment = self._fragment(number, start, stop, parameter_range, shadow=False, tensor=master.detach())
-            if fragment.model.dtype == torch.bfloat16:  # with any optimizer: loaded masters may be remainders
+            if fragment.model.dtype == torch.bfloat16:  # with any optimizer, a loaded checkpoint may contain remainders
                 fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
             fragment.state = dict(inner.state.get(master, {}))
             found.append(fragment)
@@ -173,8 +173,8 @@ class ShardFragments:
     def make(self, parts: dict[int, Sequence[tuple[int, int]]], *, shadow: bool) -> list[ShardFragment]:
         """Create the pieces of a unit; ``parts``: bucket -> ranges.
 
-        The pieces get the state that this worker already holds; the rest is missing.  An existing piece with the same
-        elements on the same device is reused.
+        The pieces get the state that this worker already holds; the caller fetches all other state.  An existing piece
+        with the same elements on the same device is reused.
         """
         here = in_order(self)
         known = {(p.bucket, p.start, p.stop): p for p in self if not p.borrowed}
@@ -198,7 +198,7 @@ class ShardFragments:
         self.held.setdefault(unit, []).append(fragment)
 
     def install(self, held: dict[int, list[ShardFragment]]) -> None:
-        """Make the inner optimizer update the pieces of ``held`` from now on, in the order of units."""
+        """Make ``held`` (unit -> pieces) the pieces that the inner optimizer updates."""
         self.held = held
         optimizer, inner = self._optimizer, self.inner
         for number, group in enumerate(inner.param_groups):
@@ -208,7 +208,7 @@ class ShardFragments:
             if fragment.state:
                 inner.state[fragment.tensor] = fragment.state
         precision.set_scales(inner, ((fragment.tensor, fragment.state) for fragment in self))
-        # Empty Megatron's own lists of its parts of parameters, because Megatron must not process them any more.
+        # Empty Megatron's own lists of parameter shards, so that Megatron processes only the pieces.
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):  # fmt: skip
             if hasattr(optimizer, name):  # not with Megatron-FSDP
@@ -221,7 +221,7 @@ class ShardFragments:
 
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The model's parameters that the optimizer updates, on this worker or on another worker."""
+        """The model's parameters that the optimizer updates, on whichever worker of the column."""
         return (one.parameter for ranges in self.table.values() for one in ranges)
 
     def range_of(self, fragment: ShardFragment) -> ParameterRange:
@@ -234,7 +234,7 @@ class ShardFragments:
         return self.range_of(fragment).parameter
 
     def new_state(self, fragment: ShardFragment) -> dict[str, Any]:
-        """Return the inner optimizer's state of ``fragment``, or zeros if the shadow device updates ``fragment``."""
+        """Return the inner optimizer's state of ``fragment``; zeros if the shadow device updates ``fragment``."""
         inner = self.inner.state
         if not fragment.on_shadow_device:
             return dict(inner[fragment.tensor])
@@ -320,7 +320,7 @@ class ShardFragments:
             fragment.tensor.grad.mul_(by_scale)
 
     def end_update(self) -> None:
-        """Copy the main parameters to the model, as Megatron does; and keep the state of the inner optimizer."""
+        """Copy the main parameters to the model, as Megatron does, and keep the inner optimizer's new state."""
         state = self.inner.state
         for fragment in self._updated:
             fragment.tensor.grad = None
@@ -330,7 +330,7 @@ class ShardFragments:
                 fragment.state = state[fragment.tensor]
 
     def copy_shadows_to_model(self, unit: int) -> None:
-        """Copy the pieces of a unit that were updated on the shadow device to the model."""
+        """Copy those pieces of ``unit`` to the model that the shadow device has updated."""
         for fragment in self.held[unit]:
             if fragment.on_shadow_device:
                 self._show(fragment)
@@ -339,7 +339,10 @@ class ShardFragments:
         fragment.model.copy_(precision.nearest(fragment.tensor) if self.has_remainder(fragment) else fragment.tensor)
 
     def sums(self, unit: int, *, zeros: bool) -> torch.Tensor:
-        """Return [sum of squares, number of zeros] of a unit's gradients with ``counts``; float64, on their device."""
+        """Return [sum of squares, number of zeros] of a unit's gradients that count; float64, on the gradients' device.
+
+        The number of zeros is 0 if ``zeros`` is False.
+        """
         gradients = [fragment.gradient for fragment in self.held[unit] if fragment.counts]
         device = next(iter(self.buckets.values())).grad_data.device
         found = torch.zeros(2, dtype=torch.float64, device=device)
@@ -350,7 +353,7 @@ class ShardFragments:
         return found
 
     def digest(self, unit: int) -> Digest:
-        """Return the digest of a unit's pieces, which is equal on the unit's owner and shadows."""
+        """Return the digest of a unit's pieces.  The owner and all shadows of the unit must have the same digest."""
         found = Digest()
         for fragment in self.held[unit]:
             found.add(fragment.tensor.detach())
@@ -362,11 +365,11 @@ class ShardFragments:
     # ---- repartition
 
     def give(self, element_range: ElementRange) -> list[Any]:
-        """Return the state of ``element_range`` as a tree: the ``give`` of the piece for each of its ``parts``."""
+        """Return the state of ``element_range``: one dict of tensors (``ShardFragment.give``) per parameter in it."""
         return [fragment.give(a, b) for fragment, a, b in self.parts(element_range, in_order(self))]
 
     def parts(self, element_range: ElementRange, pieces: InOrder) -> list[tuple[ShardFragment, int, int]]:
-        """Cut ``element_range`` at parameter boundaries; returns (piece, start, stop) for each part.
+        """Cut ``element_range`` at parameter boundaries, and return (piece with the part, start, stop) for each part.
 
         Raises Disagreement if no single piece holds a part.
         """

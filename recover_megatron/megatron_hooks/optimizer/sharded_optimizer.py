@@ -1,21 +1,25 @@
 """--use-distributed-optimizer: Megatron's optimizer, with shadows of its shards and an update that survives a death.
 
-    the step is committed (instep.step): every holder has the sums of its units, and nothing else of a dead worker is
-       |                                 needed
-    measure   the norm of each unit's gradients, over the replica's tensor and pipeline ranks; needs no other replica
+A unit is a share of the state: it has one owner, and shadows on other workers.  A piece is the part of a unit that lies
+in one parameter.
+
+    the step is committed (instep.step): every worker has the gradient sums of the units that it holds, so nothing else
+       |                                 is needed from a dead worker
+    measure   compute the norm of each unit's gradients, over the replica's tensor and pipeline ranks only
        |
-    section   exchange the units' norms over the column; then, once: Megatron's own step() clips and updates the pieces
-       |        (of owners and shadows) and copies them to the model; then the parameters are gathered (with
+    section   exchange the units' norms over the column.  Then Megatron's own step() clips and updates the pieces (of
+       |        owners and shadows), and copies them to the model.  Then the parameters are gathered (with
        |        --overlap-param-gather after the section, while the next forward pass runs: ``instep.state.overlap``)
-       |      if revoked, the survivors repeat the section; no worker updates twice, and the norm is the same to the
-       |        bit, since it sums over units, not workers, and a shadow's sum equals its owner's
+       |      If the epoch is revoked, the survivors repeat the section, but each worker updates only once.  The norm is
+       |        the same to the bit, since it is a sum over units, and a shadow's sum equals the owner's sum
        v
     all workers agree, and the next iteration begins
 
-At the boundary before a step, if the workers differ from the layout's workers, the state is repartitioned (``renew``).
+If the workers of the next step differ from the workers of the layout, the state is repartitioned before that step
+(``renew``).
 
-Megatron's optimizer keeps its groups, its schedule, its clipping and its inner optimizer.  This module replaces the
-tensors that these work on (`shard_fragments`), the source of the norm, and the gathering of parameters.
+Megatron's optimizer keeps its groups, schedule, clipping and inner optimizer.  This module replaces the tensors that
+these use (`shard_fragments`), the source of the norm, and the gathering of parameters.
 """
 
 from __future__ import annotations
@@ -45,12 +49,12 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 from recover_megatron.workload.grid import Column
 
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""Optimizer -> model parameter -> number of its group; recorded while Megatron creates the optimizer, since only then
-does Megatron know all parameters."""
+"""Optimizer -> model parameter -> number of the parameter's group.  Recorded in the optimizer's constructor, which
+reduces the groups to this worker's shard."""
 
 
 def install() -> None:
-    """Wrap the seams, before those of the model; raises UserError if their signatures are unknown."""
+    """Wrap the optimizer's seams, before the model's; raises UserError if their signatures are unknown."""
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,13 +72,13 @@ def install() -> None:
 
 
 def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
-    """Return the inner optimizer's groups with parameters of this model position, whichever worker updates them."""
+    """Return the inner optimizer's groups that have parameters of this position, on any worker of the column."""
     used = set(_groups_of[one].values())
     return [group for number, group in enumerate(one.optimizer.param_groups) if number in used]
 
 
 class ShardedOptimizer:
-    """The distributed optimizer of one worker, which combines all of Megatron's optimizers.
+    """Distributed optimizer of one worker, which combines all of Megatron's optimizers.
 
     ``buckets``: the model's buckets; their ``shards`` are not None.  ``keeping``: the storage of the optimizers' state.
     ``shadows``: number of copies of each part of the state in addition to the owner's copy.  ``shadow_device``: the
@@ -122,9 +126,9 @@ class ShardedOptimizer:
     def adopt(self) -> None:
         """Adopt, at launch, the shards that Megatron created, or loaded from a checkpoint.
 
-        Before the first update all state follows from the parameters, which all workers have, so the shadows are
-        created at once.  State from a checkpoint is repartitioned before the first step, unless every worker has the
-        complete state.
+        Without a checkpoint, the state follows from the parameters, which all workers have, so this function creates
+        the shadows.  With a checkpoint, the shadows are created by a repartition before the first step, unless every
+        worker has the complete state.
         """
         self.shards.adopt()
         for fragments in self._fragments:
@@ -150,10 +154,10 @@ class ShardedOptimizer:
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[], None]]:
-        """Context of a checkpoint load for the present workers: each gets its shard and its shadows.
+        """Context of a checkpoint load, in which each present worker gets its shard and its shadows.
 
-        The caller calls the yielded function once all workers have loaded the checkpoint; it makes the new layout the
-        present layout.
+        Yields a function that makes the new layout the present layout.  The caller calls this function once all
+        workers have loaded the checkpoint.
         """
         self.forget()
         layouts = self._pieces.wanted()
@@ -163,9 +167,10 @@ class ShardedOptimizer:
             yield lambda: self.shards.take_up(layouts)
 
     def made_anew(self, fill: Callable[[list[list[ShardFragment]]], None]) -> Callable[[], None]:
-        """Rebuild the pieces for the layout of the present workers; ``fill`` loads their state.
+        """Rebuild the pieces for the layout of the present workers; ``fill`` loads the state of these pieces.
 
-        The caller calls the returned function once all workers have done so, as with ``loading``.
+        Returns a function that makes the new layout the present layout.  The caller calls this function once all
+        workers have rebuilt their pieces.
         """
         self.forget()
         layouts = self._pieces.wanted()
@@ -176,13 +181,13 @@ class ShardedOptimizer:
         return lambda: self.shards.take_up(layouts)
 
     def bucket(self, number: int) -> tuple[Column, int]:
-        """Return the column of a bucket, and its number of elements."""
+        """Return (column, number of elements) of bucket ``number``."""
         return self._buckets.part(number)
 
     def check(self) -> None:
-        """Raise ``StateLost`` on all workers if a part of the optimizer's state has no holder left.
+        """Raise ``StateLost`` on all workers if a part of the optimizer's state has no live holder.
 
-        Raises ``Orphaned`` instead, on all workers, if a checkpoint exists to roll back to.
+        If a checkpoint exists to which the run can roll back, raises ``Orphaned`` on all workers instead.
         """
         if units := self.shards.lost():
             self._lose(*units)
@@ -193,13 +198,13 @@ class ShardedOptimizer:
         self._manager.lose_state(f"the optimizer state of {noun} {names} had no other copy")
 
     def complete(self) -> None:
-        """Wait until the last update of the model and the shadows is complete; called before either is read."""
+        """Wait until the last update of the model and the shadows is complete; called before any of them is read."""
         self._aside.join()
         if self._overlap is not None:
             self._overlap.complete_all()
 
     def due(self) -> bool:
-        """Return whether to repartition before the next step; not if a worker takes a place in that step."""
+        """Return whether a repartition is due before the next step.  It is postponed if a worker joins in that step."""
         return self.shards.stale() and not self._manager.view.joining_next
 
     def renew(self) -> None:
@@ -211,7 +216,7 @@ class ShardedOptimizer:
     def verify(self) -> None:
         """Compare the shadows with their originals; if one differs, all workers rebuild all shadows."""
         self._aside.join()
-        if not self._shadows_elsewhere:  # otherwise bits differ anyway: the other processor rounds differently
+        if not self._shadows_elsewhere:  # a host rounds differently than a GPU, so the bits would differ
             self._pieces.compare()
 
     def _primary_fragments(self, fragments: ShardFragments) -> Iterator[ShardFragment]:
@@ -219,7 +224,7 @@ class ShardedOptimizer:
         return (p for unit, pieces in fragments.held.items() if self.shards.speaks_for(column, unit) for p in pieces)
 
     def primaries(self) -> Iterator[tuple[ShardFragments, Iterator[ShardFragment]]]:
-        """Return, for each of Megatron's optimizers, this worker's pieces, and its pieces as the primary."""
+        """Return, per optimizer of Megatron, (all pieces of this worker, pieces of which it is the primary holder)."""
         self._aside.join()
         return ((fragments, self._primary_fragments(fragments)) for fragments in self._fragments)
 
@@ -231,12 +236,13 @@ class ShardedOptimizer:
 
     @contextmanager
     def saving(self, *, moments: bool = True) -> Iterator[None]:
-        """Context of a checkpoint write, in which Megatron has its column's complete state, if it does not save pieces.
+        """Context of a checkpoint write.  If Megatron cannot save pieces, it has the column's complete state here.
 
-        If ``moments`` is False, Megatron has only the main parameters, for their norm.
+        If ``moments`` is False, it has only the complete main parameters, to compute their norm.
 
-        The state is gathered in a section before the checkpoint's section.  So after a loss in the latter the survivors
-        have the complete state, and no worker waits inside its replica for a peer that learns of the loss elsewhere.
+        The state is gathered in a section before the checkpoint's section.  So if a worker is lost during the
+        checkpoint's section, the survivors have the complete state, and no worker waits inside its replica for a peer
+        that learns of the loss elsewhere.
         """
         manager = self._manager
 
@@ -258,11 +264,11 @@ class ShardedOptimizer:
     # ---- the update
 
     def step(self, original: Callable[[], Any]) -> Any:
-        """Run Megatron's ``optimizer.step()``, ``original``, in a section that survives deaths; returns its result."""
+        """Run ``original``, Megatron's ``optimizer.step()``, in a section that survives deaths; return its result."""
         manager, parameters, overlap = self._manager, self._parameters, self._overlap
         sums = self._norms.measure()
-        # Megatron asks the replica once which norms exist.  This is done outside the section, because one column may
-        # learn that the section was revoked while another column has already completed it.
+        # Each group's first call is a collective inside the replica.  It runs outside the section, because the section
+        # may be revoked in one column after another column of the replica has completed it.
         for group in getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ()):
             self._optimizer.has_grad_norm_group(group)
         parameters.begin()
@@ -300,7 +306,7 @@ class ShardedOptimizer:
     def _update(self, original: Callable[[], Any], units: Sequence[UnitSums]) -> Any:
         top, norm = self._optimizer, self._scales.norm(units)
         zeros = math.fsum(unit.zeros for unit in units)
-        # Megatron skips an update whose norm is above the threshold; all workers know the norm.
+        # Megatron skips an update whose norm is above the threshold, so the shadows must skip it, too.
         if not self._scales.skips(units) and not norm > getattr(top.config, "grad_norm_skip_threshold", math.inf):
             self._aside.begin(norm, self._scales.now())
         with (
@@ -312,7 +318,7 @@ class ShardedOptimizer:
             return original()
 
     def _speak_for_the_lost(self) -> None:
-        """Copy shadows on the shadow device to the model, if this worker is the unit's first live holder."""
+        """Copy a unit's shadows on the shadow device to the model, if this worker is the unit's first live holder."""
         for fragments in self._fragments:
             column = self._pieces.column(fragments)
             for unit in self.shards.held(column):
@@ -325,7 +331,10 @@ class ShardedOptimizer:
 
 @dataclass(frozen=True)
 class UnitSums:
-    """The sums of one unit's gradients.  ``column``: the index of the unit's column in ``Shards.columns``."""
+    """Sum of squares, and number of zeros, of one unit's gradients.
+
+    ``column``: the index of the unit's column in ``Shards.columns``.
+    """
 
     column: int
     squares: float
@@ -334,17 +343,20 @@ class UnitSums:
 
 @dataclass(eq=False)
 class UnitNorms:
-    """The norm of gradients whose sums are distributed over the holders of their units."""
+    """Measures the gradient norms of the units that this worker holds, and exchanges them over the column."""
 
     _pieces: LayoutPieces
     _keeping: Keeping
     _width: int
     """Maximum number of units of one column that a worker holds."""
     _zeros: bool
-    """True if zeros are counted, too."""
+    """True if the zeros among the gradients are counted, too."""
 
     def measure(self) -> torch.Tensor:
-        """Return [column, index of held unit, (sum of squares, zeros)], summed over the model-parallel ranks."""
+        """Return the sums of this worker's units: a float64 tensor of shape [columns, held units, 2], on the host.
+
+        The last dimension is (sum of squares, number of zeros), summed over the model-parallel ranks.
+        """
         shards, device = self._pieces.shards, self._pieces.buckets.parameters[0][1].device
         sums = torch.zeros(len(shards.columns), self._width, 2, dtype=torch.float64, device=device)
         for at, column in enumerate(shards.columns):
@@ -358,10 +370,13 @@ class UnitNorms:
         return sums.cpu()
 
     def exchange(self, sums: torch.Tensor, begun: bool) -> tuple[list[UnitSums], bool]:
-        """Return (the sums of all units, True if any worker may hold gathered parameters); equal in the column.
+        """Exchange ``sums``, the result of ``measure``, over the column.
 
-        ``begun``: True if this worker may hold gathered parameters.  A worker's row has, after ``begun``, for each held
-        unit: the number of the unit, whether the worker is the unit's primary, and the unit's sums.
+        Returns (the sums of all units, True if ``begun`` is true on any worker), equal on all workers of the column.
+        ``begun``: True if this worker has begun to gather parameters.
+
+        Each worker sends a row: ``begun``, then per held unit (number of the unit, 1 if the worker is the unit's
+        primary, sum of squares, number of zeros).
         """
         shards, view = self._pieces.shards, self._pieces.manager.view
         row = [float(begun)]
@@ -385,9 +400,9 @@ class UnitNorms:
 class LossScales:
     """The loss scales (--fp16) of ``optimizers``, including the experts' optimizer, for sharded gradients.
 
-    Stock Megatron reduces an overflow flag over all workers inside the step, to skip the step.  Here the overflow
-    follows from the exchanged sums of squares, so all workers skip a step or none does.  ``fragments``: the pieces of
-    each optimizer; ``columns``: the index of each optimizer's column.
+    To skip a step after an overflow, stock Megatron reduces an overflow flag over all workers.  With --recover each
+    worker derives the overflow from the exchanged sums of squares, so all workers skip a step or none does.
+    ``fragments``: the pieces of each optimizer; ``columns``: the index of each optimizer's column.
     """
 
     def __init__(self, optimizers: Sequence[Any], fragments: Sequence[ShardFragments], columns: Sequence[int]) -> None:
@@ -398,7 +413,7 @@ class LossScales:
         return [float(one.grad_scaler.scale) if _scaled(one) else 1.0 for one, _, _ in self._every]
 
     def norm(self, units: Sequence[UnitSums]) -> float:
-        """Return the norm of the unscaled gradients.  The sum is exactly rounded, so independent of the order."""
+        """Return the norm of the unscaled gradients.  ``fsum`` makes it independent of the order of ``units``."""
         scales = {column: scale for (_, _, column), scale in zip(self._every, self.now(), strict=True)}
         return math.sqrt(math.fsum(unit.squares / scales.get(unit.column, 1.0) ** 2 for unit in units))
 
@@ -407,7 +422,7 @@ class LossScales:
 
     @contextmanager
     def dividing(self, units: Sequence[UnitSums]) -> Iterator[None]:
-        """Context in which Megatron's step unscales the gradients, and gets the overflow from ``units``."""
+        """Context in which Megatron's step unscales the pieces' gradients, and finds overflows from ``units``."""
         with ExitStack() as replaced:
             for one, fragments, column in self._every:
                 if _scaled(one):
