@@ -1,8 +1,8 @@
 """recover-run: the supervisor that starts the workers of a training job on one node and watches them until they end.
 
-``python -m recover_megatron.launch`` is the same command.  docs/operations.md is its manual.  Everything here uses the
-standard library only, except nodes/store.py and the device test, which import torch when needed, and psutil in
-command_line/plan.py.
+``python -m recover_megatron.launch`` is the same command.  docs/operations.md is its manual.  The package
+needs only the standard library, with two exceptions: nodes/store.py and device_test.py import torch when it is needed,
+and command_line/plan.py imports psutil.
 
 Modules, from the outside in::
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line ``argv`` (default: this process's) and end the process with its exit code."""
+    """Run the command line ``argv`` (default: the arguments of this process) and end the process with its exit code."""
     # Until the supervisor handles SIGINT, Ctrl-C ends the process without a traceback: no worker has been started yet.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from recover_megatron.variables import FIRST_START_VARIABLE
 
     attempt = take_attempt()
-    if not attempt:  # else it is inherited from another run, if this launcher was started by one of its workers
+    if not attempt:  # inherited from another run, if a worker of that run started this launcher
         os.environ.pop(FIRST_START_VARIABLE, None)
     code = run_guarded(sys.argv[1:] if argv is None else argv, attempt, take_left_out())
     if code == START_AGAIN:

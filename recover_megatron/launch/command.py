@@ -43,7 +43,7 @@ log = get_logger(__name__)
 
 
 def run_guarded(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
-    """Call ``run`` with usable standard streams; report an unexpected exception as a bug of recover-run."""
+    """Open missing standard streams, then call ``run``; log an unexpected exception as a bug of recover-run."""
     _open_standard_streams()
     try:
         return run(argv, attempt, without)
@@ -75,7 +75,7 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
             everywhere = f", {options.nnodes * options.nproc_per_node} overall" if options.nnodes > 1 else ""
             log.info(f"{CHECKED}. Without --check this would start {here}{everywhere}")
             if options.script and (own_limits := _limits(options)):
-                log.info(f"this needs on this host, as measured on CPUs: {own_limits.counted}")
+                log.info(f"needs of the launch on this host, as measured on CPUs: {own_limits.counted}")
             if found := _forecast(options):
                 log.info(f"{LOSSES}:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
@@ -102,7 +102,10 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
 
 
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
-    """Run every check.  Return the options and, on node 0, the store's listening socket; raises UsageError."""
+    """Check the command line, the script and this host.  Raises UsageError if a check fails.
+
+    Return the options and, on node 0, the listening socket of the store.
+    """
     options, reasons = arguments.parse(argv)
     understood = not reasons
     use_lines(options.log_format, f"{socket.gethostname()}-{options.node_rank}")
@@ -162,24 +165,25 @@ def _here(options: arguments.Options) -> int:
 
 
 def _limits(options: arguments.Options) -> preflight.Limits | None:
-    """Compare the limits of this host (open files, processes) with the needs of its workers; None if not known."""
+    """Compare the limits of this host (open files, processes) with the needs of its workers; None if unknown."""
     world = options.world_size if options.join else options.nnodes * options.nproc_per_node
     return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
 
 
 def _await_others(options: arguments.Options, seconds: float) -> str | None:
-    """Wait at most ``seconds`` until the needed hosts' names can be resolved; return the reason if they cannot."""
+    """Wait at most ``seconds`` until the names of the run's hosts can be resolved; return the reason if they cannot."""
     if not options.join:
         return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
     if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
-        log.info(f"{reason.partition(': give')[0]}: the store of node 0 cannot be used here")  # node 0 may be lost
+        # Node 0 may be lost while the run continues, so only log that.
+        log.info(f"{reason.partition(': give')[0]}: the store of node 0 cannot be used here")
     return store.await_names("--recover-coordinator", [host for host, _ in options.coordinators], seconds, log.info)
 
 
 def _tell_others(
     options: arguments.Options, reserved: socket.socket | None, attempt: int, reasons: Sequence[str]
 ) -> None:
-    """Notify the other launchers, which may have accepted the command line, that this node has refused it."""
+    """Notify the other launchers that this node has refused the command line: they may have accepted it."""
     if options.check or options.join or options.nnodes == 1 or (options.node_rank == 0 and reserved is None):
         return
     with contextlib.suppress(SecretError):
@@ -188,9 +192,10 @@ def _tell_others(
 
 
 def _check_folders(options: arguments.Options) -> list[str]:
-    """Return the reason if this node must be able to write into the folder of --save, but cannot.
+    """Return the reasons against the folders in the command line.
 
-    Node 0 must be able to; with --recover, every node.  With --check, also return the folders that another run uses.
+    Node 0 must be able to write into the folder of --save; with --recover or --elastic, every node must.  With --check,
+    folders that another run uses are reported, too.
     """
     folders = _named_folders(saves_checkpoints(str(options.script), options.script_args), options.script_args)
     reasons: list[str | None] = []
@@ -230,7 +235,7 @@ def _forecast(options: arguments.Options) -> Forecast | None:
 def _check_domains(options: arguments.Options) -> list[str]:
     """Return the mistakes of ``--recover-domain @FILE`` about this host and the number of nodes."""
     text, reasons = config_or_defaults(options.script_args).domain, list[str]()
-    with contextlib.suppress(ValueError):  # the check of all flags reports it
+    with contextlib.suppress(ValueError):  # the check of all flags reports the error
         if 0 < (hosts := len(listed_domains(text))) < options.nnodes:
             reasons.append(f"--recover-domain {text}: the file has {hosts} of {options.nnodes} nodes: add the others")
         try:
@@ -248,7 +253,7 @@ def _domains(options: arguments.Options) -> Domains:
     try:
         listed = listed_domains(config_or_defaults(options.script_args).domain)
     except ValueError:
-        return ()  # refused by an earlier check
+        return ()  # an earlier check has refused this value
     hosts = slurm.nodes_of(os.environ) if options.slurm else []
     hosts = hosts if hosts and all(host in listed for host in hosts) else [*listed]
     return tuple(names("", listed[host], {}) for host in hosts)
@@ -269,12 +274,12 @@ def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None
         if folder.resolve() in folders:
             continue
         folders.add(folder.resolve())
-        with contextlib.suppress(OSError):  # the lock reports it
+        with contextlib.suppress(OSError):  # the lock reports the error
             folder.mkdir(parents=True, exist_ok=True)
         other = FolderLock(folder.resolve(), own_claim, log.info, option, needed=False)
         if not (reason := _hold(other, plan)):
             others.append(other)
-        elif not plan.joins:  # a joining launcher may know its run by another address than the lock names
+        elif not plan.joins:  # the lock file may name the store of the same run by another address
             _refuse(others, other, plan, reason)
     if lock and (reason := _hold(lock, plan)):
         _refuse(others, lock, plan, reason)
@@ -288,7 +293,10 @@ def _refuse(held: Sequence[FolderLock], taken: FolderLock, plan: LaunchPlan, rea
 
 
 def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
-    """Take, check or join the lock, depending on this node's part in the run; return the reason if that fails."""
+    """Take the lock (node 0), check it (other nodes) or join the run that holds it (--join).
+
+    Return None, or the reason if that fails.
+    """
     if plan.joins:
         return lock.join(plan.run_id)
     return lock.check() if plan.node_rank > 0 else lock.take()
@@ -339,7 +347,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: i
         max_restarts=options.max_restarts,
         device_test=device_test if options.max_restarts else (),
         device_test_timeout=options.device_test_timeout,
-        # SLURM's batch script and the store run on the first node, whose loss should not cost the coordinator, too.
+        # SLURM's batch script and the store run on node 0.  Its loss should not also cost the leading coordinator.
         first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
         lease=options.lease,
         witness=options.witness,

@@ -29,20 +29,21 @@ from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
 
 OWN_END_SECONDS = 3.0
-"""Seconds from a worker's exit with an error to the stop of the other workers, which may report the same error."""
+"""Seconds from a worker's exit with an error to the stop of the other workers, in which they can report the error."""
 REFUSED_SECONDS = 15.0
-"""Seconds from the first worker's refusal to the stop of the other workers, each of which may report another reason."""
+"""Seconds from the refusal of a worker to the stop of the other workers, in which they can report further reasons."""
 TELL_SECONDS = 3.0
-"""Seconds in which the launcher of a lost worker, which knows the cause best, can report the loss before this one."""
+"""Seconds that a launcher waits before it ends the launch because of a worker lost on another node: the launcher of
+that node knows the cause and should report it first."""
 START_GRACE_SECONDS = 2.0
 """Seconds from SIGTERM to SIGKILL before the training has begun: the workers have nothing to save yet."""
 ASK_SECONDS = 2.0
-"""Most seconds to wait for the coordinator's answer whether there is a plan."""
+"""Most seconds to wait until the coordinator answers whether the first plan exists."""
 
 
 @dataclass(eq=False)
 class StartUp:
-    """Start of a run, which needs all of its workers: handles the loss of a worker until the training has begun.
+    """Start of a run, which needs all workers: ends or repeats the launch if one is lost before the training has begun.
 
     ::
 
@@ -53,15 +54,15 @@ class StartUp:
 
         a node is lost: its launcher has ended, or its host is silent --no plan yet--> the launch ends at once
 
-    With ``--max-restarts`` or spares, the launch does not end if workers were only killed: all launchers repeat the
-    start (processes.py), up to ``LaunchPlan.starts`` times; if spares can replace the workers of a lost node
-    (``LaunchPlan.spared``), node 0 decides to start without it.  After an error of the training nothing is repeated,
-    because the error would only recur.
+    If workers were only killed, and the launch has ``--max-restarts`` or spares, all launchers repeat the start
+    (processes.py) instead of ending.  ``LaunchPlan.starts`` is the largest number of starts.  If spares can replace the
+    workers of a lost node (``LaunchPlan.spared``), node 0 makes the next start leave that node out.  After an error of
+    the training script the start is not repeated, because the error would recur.
 
     Until the coordinator has made the first plan, the workers wait for each other in torch's store and in barriers of
     gloo and NCCL, where they would wait minutes for a dead worker.  So the first process that notices a loss ends the
-    launch: this launcher notices a worker's end, the coordinator a closed connection, node 0 a lost launcher.  Nothing
-    was trained yet.  Without a coordinator there is never a plan, so any loss ends the launch.
+    launch: a launcher notices the end of its workers, the coordinator notices a closed connection, and node 0 notices a
+    lost launcher.  Without a coordinator there is never a plan, so any loss ends the launch.
     """
 
     _loop: EventLoop
@@ -73,25 +74,30 @@ class StartUp:
     """Callback for a worker that ended after the training began; arguments: the worker, and the number of processes
     that it left behind."""
     _fail_launch: Callable[..., None]
-    """Ends the launch on all nodes; arguments: reason, exit code, and, for START_AGAIN, the nodes to leave out."""
+    """Callback that ends the launch on all nodes; arguments: reason, exit code, and for START_AGAIN the nodes to leave
+    out."""
     _lost: list[int] = field(default_factory=list)
     """Ranks of the nodes lost before the training began."""
 
     @property
     def under_way(self) -> bool:
-        """Return whether the launch still needs all of its workers."""
+        """Return whether the launch needs all workers and, as far as this launcher knows, there is no plan yet."""
         return self._plan.needs_all and not self._control.agent.planned
 
     def ended_in_it(self, worker: WorkerProcess) -> bool:
-        """Return whether, as far as this launcher knows, ``worker`` was lost while the launch needed all workers."""
+        """Return whether ``worker``, which has ended, was lost while the launch still needed all workers."""
         return self.under_way and worker.worker_id < self._plan.world_size and worker.state is not WorkerState.FINISHED
 
     def worker_lost(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
-        """Handle a worker of this node that ended during the start; ``cause``: its last line if that may be why."""
+        """End or repeat the launch after the loss of ``worker``, a worker of this node, unless the training has begun.
+
+        ``left_behind``: number of processes that ``worker`` left behind; ``cause``: last line of the worker's output if
+        that may explain the loss, else empty.
+        """
         self._control.when_up_to_date(ASK_SECONDS, partial(self._judge, worker, left_behind, cause))
 
     def launcher_lost(self, what: str, goes_on: str = "", node: int = 0) -> None:
-        """Handle the loss of ``node``.
+        """End or repeat the launch after the loss of ``node``, unless the training has begun.
 
         ``what`` describes the node and the cause; ``goes_on``: line to log if the training has begun, empty for none.
         """
@@ -125,7 +131,7 @@ class StartUp:
             self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
 
     def run_over(self) -> None:
-        """End the launch if the coordinator has ended the run for missing workers before the training has begun."""
+        """End the launch if the coordinator ended the run before the training began, because workers are missing."""
         if self.under_way and self._control.missed:
             text = f"the coordinator reports: {self._control.reason}"
             self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
@@ -134,9 +140,9 @@ class StartUp:
         if not self.under_way:
             self._go_on_without(worker, left_behind)
             return
-        # The full refusal was printed above; do not repeat it.
+        # A refused worker has printed the reason: do not repeat it.
         text = messages.worker_lost_at_start(worker, left_behind, "" if worker.exit_code == REFUSED else cause)
-        victim = worker.exit_code in NO_FAULT and self._plan.nnodes > 1  # the worker that knows the cause reports it
+        victim = worker.exit_code in NO_FAULT and self._plan.nnodes > 1  # another worker reports the cause
         if worker.signal is not None or not (victim or any(other.live for other in self._table.launched)):
             self._fail(text)
             return
@@ -199,14 +205,14 @@ def last_checkpoint(script_args: Sequence[str]) -> str | None:
 
 @dataclass(eq=False)
 class Conclusion:
-    """Chooses the exit code of the launch, from the first of these sources that exists.
+    """Chooses the exit code of the launch and logs the final lines.  The first of these sources that exists decides.
 
         the event that has stopped the launch (a signal, a refusal, a new start)
-        the coordinator's verdict, unless no coordinator was reached and workers of this node have finished;
-            if the verdict is that the run was finished: the exit codes of this node's workers that had left it
+        the coordinator's verdict (ignored if no coordinator was reached and workers of this node have finished);
+            if the verdict is 0, the run was finished, and the exit codes of this node's workers that left it decide
         the exit codes of the workers, here and on other nodes (states.py)
 
-    The last checkpoint is read from its files, because perhaps no process is left that could report it.
+    The iteration of the last checkpoint is read from the disk, because no process may be left that could report it.
     """
 
     _plan: LaunchPlan
@@ -233,7 +239,7 @@ class Conclusion:
         return verdict
 
     def exit_code(self, stopped: int | None, verdict: int | None) -> int:
-        """Return the launcher's exit code; ``stopped``: the exit code of a launch that was stopped, else None."""
+        """Return the exit code of the launcher.  ``stopped``: exit code of a launch that was stopped, else None."""
         if stopped is not None:
             return stopped
         if verdict is not None:
@@ -251,17 +257,20 @@ class Conclusion:
         outcomes = [
             outcome
             for outcome in self._table.outcomes
-            # A late worker that was refused has also left.
+            # A newcomer that was refused has left, too, but its exit code is no error of the run.
             if outcome.worker_id in left and (outcome.worker_id < plan.world_size or outcome.exit_code != REFUSED)
         ]
         return exit_code_after(outcomes, only_node=plan.nnodes == 1 and not plan.joins)
 
     def why(self, code: int, verdict: int | None) -> str:
-        """Return in one line why the launch has ended, if it was not stopped; ``code``: its exit code."""
+        """Return one line with the reason why a launch that was not stopped has ended; ``code``: its exit code."""
         return self._control.reason if verdict == code else messages.ends(self._table.all)
 
     def tell(self, code: int, verdict: int | None, ended_by: str) -> None:
-        """Log the end, the exit code and the last checkpoint; ``ended_by``: the signal, if any."""
+        """Log the workers' ends, the exit code and the last checkpoint.
+
+        ``ended_by``: text that names the signal that stopped the launch; empty if no signal stopped it.
+        """
         self._say(f"{ended_by}{': ' * bool(ended_by)}{messages.ends(self._table.all)}; exit code {code}")
         if verdict == 0 != code:
             self._say("the training was finished, but the script failed afterwards: see the logs of the workers")

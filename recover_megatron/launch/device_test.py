@@ -1,18 +1,18 @@
-"""Test of a CUDA device, which a launcher runs before it starts a replacement worker on it.
+"""Test of a CUDA device, run by the launcher before it starts a replacement worker on that device.
 
     begin --exit code 0--> passed
       |----any other end--> failed; the error is the last line that the test printed
       '----time is over---> killed, failed
 
-Workers on the host device, and launches without restarts, run no test.  Unless the user names another test program, it
-is this module's ``main``, which needs torch; ``DeviceTests`` runs it in the launcher, without torch::
+No test is run on the host device (CPU) or without ``--max-restarts``.  The default test program is ``main`` of this
+module, which needs torch.  ``DeviceTests`` starts the test program from the launcher and needs no torch::
 
     python -m recover_megatron.launch.device_test      tests the device of local rank LOCAL_RANK
 
-The counters are read only if Python's ``pynvml`` (nvidia-ml-py) is installed; NVML counts no Xids, but reports which of
-them require a reset of the device (the recovery action).
+The default test also reads the device's error counters from NVML if the module ``pynvml`` (nvidia-ml-py) is installed.
+NVML does not count Xids, but reports whether the device needs a reset because of an Xid (the recovery action).
 
-Written from the documentation of CUDA and NVML; tested on a healthy GPU, never on a broken one.
+This code was written from the documentation of CUDA and NVML, and was run on a healthy GPU, never on a broken one.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def computes(device: torch.device, size: int = BYTES, side: int = SIDE) -> str:
 
     memory = torch.full((size,), PATTERN, dtype=torch.uint8, device=device)
     if int(memory.min()) != PATTERN or int(memory.max()) != PATTERN:
-        return f"{size >> 20} MiB of its memory do not keep the values that were written"
+        return f"{size >> 20} MiB of the device's memory do not keep the values that were written"
     del memory
-    # Small whole numbers, so that every product and every sum is exact in float32 (and in TF32), in any order.
+    # The factors are small integers, so that all products and sums are exact in float32 and TF32, in any order.
     numbers = torch.arange(side * side, dtype=torch.int64).view(side, side)
     left, right = ((numbers * 7 + numbers // side) % 8).float(), ((numbers * 5 + 3) % 8).float()
     known = left @ right
@@ -83,7 +83,7 @@ def nvml_error(nvml: Any, uuid: str) -> str:
 
 
 def _asked(nvml: Any, name: str, *arguments: Any) -> Any:
-    """Call NVML; return None if this device or driver does not support the query."""
+    """Return the result of the NVML function ``name``, or None if the device or its driver does not support it."""
     try:
         return getattr(nvml, name)(*arguments)
     except (nvml.NVMLError, AttributeError):
@@ -116,7 +116,7 @@ def examine(local_rank: int) -> str:
 
 DEFAULT = (sys.executable, "-m", "recover_megatron.launch.device_test")
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
-"""Device files of the CUDA driver, of which one exists: the second on WSL, else the first."""
+"""Device files of the CUDA driver: /dev/dxg on WSL, /dev/nvidiactl elsewhere."""
 _LAST_BYTES = 4096
 
 
@@ -138,7 +138,7 @@ class _Test:
 
 @dataclass(eq=False)
 class DeviceTests:
-    """Running device tests."""
+    """Starts device tests and reports their results."""
 
     _loop: EventLoop
     _command: tuple[str, ...]
@@ -146,7 +146,7 @@ class DeviceTests:
     """Time limit of one test."""
 
     def begin(self, environment: Mapping[str, str], then: Callable[[str], None]) -> None:
-        """Test a worker's device; ``then`` receives the error, empty if the test has passed.
+        """Start the test of a worker's device; when it ends, call ``then`` with the error (empty: the test has passed).
 
         Raises OSError if the test cannot be started.
         """
@@ -165,7 +165,7 @@ class DeviceTests:
         last_line = _last_line(test.output)
         test.output.close()
         if test.late:
-            test.then(f"its test did not end within {self._seconds:g} s")
+            test.then(f"the device test did not end within {self._seconds:g} s")
         elif status:
             test.then(last_line or describe_end(*((None, -status) if status < 0 else (status, None))))
         else:
@@ -179,7 +179,7 @@ def _last_line(output: IO[bytes]) -> str:
 
 
 def main() -> int:
-    """Test the device of LOCAL_RANK and print an error; return the exit code: 0 if none was found."""
+    """Test the device of LOCAL_RANK and print the error, if any.  Return the exit code: 0 if the device is healthy."""
     if wrong := examine(int(os.environ.get("LOCAL_RANK", "0"))):
         print(wrong, flush=True)
         return 1

@@ -44,11 +44,11 @@ def worker_ended(
     *,
     tests_device: bool = False,
 ) -> str:
-    """Describe a worker's end and what follows.
+    """Return the log line about the end of ``worker`` and its consequences.
 
-    ``others``: number of workers that continue on this host (None: all are being stopped); ``left_behind``: processes
-    of the worker that were killed after it; ``successor``: its replacement; ``killed``: number of evicted workers that
-    are being killed.
+    ``others``: number of workers that continue on this host (None: all are being stopped); ``left_behind``: number
+    of the worker's processes that were killed after its end; ``successor``: its replacement; ``killed``: number of
+    evicted workers that are being killed; ``cause``: explanation of the end, may be empty.
     """
     how, swept = _outcome(worker) + (f" ({cause})" if cause else ""), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
@@ -67,7 +67,7 @@ def worker_ended(
 
 
 def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
-    """Return the log line about a worker whose core is being written, and its note in workers.json."""
+    """Return two texts about a worker whose core is being written: the log line, and the note in workers.json."""
     how = signal_name(-end.code) if end.code else "a fatal signal"
     device = "its device is free after that"
     return (
@@ -78,7 +78,7 @@ def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
 
 
 def fenced(worker: WorkerProcess) -> tuple[str, str]:
-    """Return the log line about a worker that ran without its death-notice thread, and its note in workers.json."""
+    """Return two texts about a worker without a death-notice thread: the log line, and the note in workers.json."""
     why = "its process had executed another program, or its thread recover-death-notice had ended"
     return f"{_name_of(worker)} counts as dead and was killed: {why}; {_log(worker)}", f"killed: {why}"
 
@@ -92,13 +92,16 @@ def failed_alike(number: int, words: str, successor: WorkerProcess | None, wait:
 
 
 def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) -> str:
-    """Describe a worker lost before the training began; ``cause``: its last line, if that may be the reason."""
+    """Return the log text about a worker lost before the training began.
+
+    ``cause``: last line of the worker's output if that may explain the loss, else empty.
+    """
     why = f" ({cause})" if cause else ""
     return f"{_name_of(worker)} {_outcome(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
 
 
 def spared(plan: LaunchPlan, without: Sequence[int]) -> str:
-    """Return a sentence suffix that names the nodes left out of the start, and the spares in their workers' places."""
+    """Return the end of a log line: the nodes that a start leaves out, and the worker ids that spares get."""
     places = ranges(sorted(node * plan.nproc_per_node + n for node in without for n in range(plan.nproc_per_node)))
     return f" without node {', '.join(map(str, without))}, spares of node {plan.nnodes - 1} as workers {places}"
 
@@ -147,7 +150,7 @@ CHECKED = (
     "checked when the training starts"
 )
 EVICTED = "evicted"
-"""First word, followed by a colon, of the note of a worker that the coordinator has evicted and its launcher kills."""
+"""First word of the note in workers.json of an evicted worker; a colon and the reason follow."""
 DRAINING = (
     "this node is being drained: its workers leave the run at the next iteration, and no worker is started here any "
     "more; recover-status shows when the node may be switched off"
@@ -161,7 +164,7 @@ DRAINED_BEFORE_ITS_START = "not started: its node is drained"
 
 
 TOO_LATE = "the run ended before this worker had joined it"
-"""Note in workers.json of a newcomer that was killed for this reason."""
+"""Note in workers.json of a newcomer that was killed because it had no place when the run ended."""
 
 
 def late(worker: WorkerProcess) -> str:
@@ -175,7 +178,7 @@ NO_PROCESS_GROUP = (
 
 
 def not_joined(worker: WorkerProcess, waited: float) -> str:
-    """Describe a newcomer that runs but has never had a place in the run."""
+    """Return the log line about a newcomer that has run for ``waited`` seconds without a place in the run."""
     place = f" in place of worker {worker.replaces}" if worker.replaces is not None else ""
     return (
         f"worker {worker.worker_id} on {worker.host} was started{place} and has not joined the run for {waited:g} s; "
@@ -219,7 +222,7 @@ def no_run_to_join(code: int, reason: str) -> str:
 
 
 def ends(workers: Sequence[WorkerProcess]) -> str:
-    """Summarize how all workers have ended; workers that ended in the same way are named together."""
+    """Return one line about the ends of all workers, grouped by the way in which they ended."""
     finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]
     groups: dict[str, list[WorkerProcess]] = {}
     never = [worker for worker in workers if worker.pid is None]

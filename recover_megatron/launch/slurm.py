@@ -1,4 +1,4 @@
-"""Launch parameters from SLURM's environment: the nodes, this node's index, common ports, and the nodes' addresses.
+"""Launch parameters from SLURM's environment: nodes, their addresses, the index of this node, and common ports.
 
 ::
 
@@ -59,7 +59,7 @@ class SlurmStep:
 
 
 def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
-    """Return the step of this process; None if srun did not start it.  ValueError for values that SLURM never sets."""
+    """Return the step of this process; None if srun did not start it.  Raises ValueError for a wrong variable."""
     if JOB not in environ or STEP not in environ or "SLURM_NODEID" not in environ:
         return None  # the batch script itself, and a shell of salloc, are not in a step
     nodes = tuple(nodes_of(environ))
@@ -73,7 +73,7 @@ def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
 
 
 def nodes_of(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of this step's nodes; outside a step, of the job's nodes; empty outside SLURM."""
+    """Return the names of the step's nodes; outside a step, the job's nodes; outside SLURM, an empty list."""
     text = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
     return expand(text) if text else []
 
@@ -179,7 +179,7 @@ def address_of(
 
 
 def shape_of(environ: Mapping[str, str], master_addr: str | None) -> dict[str, str]:
-    """Return recover-run's options for this step, as text; with ``nproc_per_node`` only if SLURM reports GPUs.
+    """Return name -> value of the options of recover-run for this step; ``nproc_per_node`` only if SLURM reports GPUs.
 
     Raises ValueError, with advice for the user, if this process cannot be the launcher of a node.
     """
@@ -220,18 +220,21 @@ def left_alone(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """Placement of a job whose srun starts every worker: worker 0 has the store, a separate step the coordinators."""
+    """Placement of a job whose srun starts every worker: worker 0 serves the store, another step the coordinators."""
 
     master_addr: str
     master_port: int
     relative: int
     """Index of the first node with a coordinator (``srun --relative``)."""
     listen: tuple[str, ...]
-    """HOST:PORT of each node with a coordinator, in the order of that step's nodes."""
+    """HOST:PORT of each coordinator, in the order of the nodes of the coordinators' step."""
 
     @property
     def coordinators(self) -> tuple[str, ...]:
-        """Return the candidates in order of preference: a candidate on the batch script's node is the last."""
+        """Return the coordinators' addresses in the order in which members try them.
+
+        A coordinator on the first node, which also runs the batch script, is the last.
+        """
         return self.listen if self.relative else self.listen[1:] + self.listen[:1]
 
 

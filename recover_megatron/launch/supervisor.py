@@ -1,7 +1,7 @@
-"""Supervisor of one launch on one node, from the first process to the last.
+"""Supervisor of one node's launch: decides when workers are started, replaced and stopped.
 
 states.py draws the states of a launch and of a worker.  All code of this module runs in the main thread, as callbacks
-of one event loop, so no two callbacks overlap.  The supervisor decides; its parts (see ``launch/__init__.py``) act.
+of one event loop, so no two callbacks overlap.  ``launch/__init__.py`` lists the modules that carry out the decisions.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ FAULT_SECONDS = 0.2
 
 
 class Supervisor:
-    """State machine of a launch, created once; ``run`` returns the exit code.
+    """State machine of a launch; ``run`` supervises the launch and returns its exit code.
 
-    Its parts call the other public methods to report events: see ``Orders``, ``PeerEvents`` and ``SignalEvents``.
+    The other public methods are callbacks for events; most of them implement the protocols ``Orders``, ``PeerEvents``
+    and ``SignalEvents``.
     """
 
     def __init__(
@@ -59,25 +60,25 @@ class Supervisor:
         lock: FolderLock | None = None,
         other_locks: Sequence[FolderLock] = (),
     ) -> None:
-        """Create the parts; nothing is started yet.
+        """Create all parts of the launch and start the reaper; no worker is started yet.
 
         ``listener``: the store's socket, on node 0; ``inherited``: the launcher's environment; ``lock``: lock of the
-        log folder; ``other_locks``: locks of the script's folders.  A node other than 0 takes the locks once it knows
-        the run's id.
+        log folder; ``other_locks``: locks of the script's folders.  A node other than 0 takes the locks after
+        it has received the run's id from node 0.
         """
         self._plan = plan
         self._inherited = inherited
         self._state = LaunchState.STARTING
         self._code: int | None = None
-        """Exit code of a launch that was stopped; None: it was not."""
+        """Exit code if the launch was stopped by a signal, a failure or a refusal; None if it was not stopped."""
         self._why = ""
-        """Reason why the launch was stopped; empty: it was not."""
+        """Reason why the launch was stopped; empty if it was not stopped."""
         self._ended_by = ""
-        """Description of the signal by which the launch was stopped; empty: none."""
+        """Log text that names the signal that stopped the launch; empty if no signal stopped it."""
         self._early: dict[int, tuple[WorkerProcess, Ending]] = {}
-        """Worker id -> worker that was found dying while no run was known to be under way, and its end."""
+        """Worker id -> worker that was dying before this launcher had received a plan, and how that worker ended."""
         self._faulty = False
-        """True if a bug of this launcher has been logged."""
+        """True if an unexpected exception of this launcher has been logged."""
         self._loop = EventLoop()
         self._console = Console(self._loop, plan.world_size - 1, plan.log_dir, plan.log_format, plan.node_name)
         say = self._console.say
@@ -102,7 +103,7 @@ class Supervisor:
         self._conclusion = Conclusion(plan, self._table, self._control, self._peers, self._start_up, say)
 
     def run(self) -> int:
-        """Supervise the workers until the launch has ended.  Returns the exit code of recover-run."""
+        """Supervise the workers until the launch has ended; return the exit code of recover-run."""
         self._console.say(messages.opening(self._plan))
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself for another value")
@@ -129,7 +130,7 @@ class Supervisor:
         return self._close()
 
     def _bear(self) -> None:
-        """Handle a bug of the launcher: let the workers continue, but replace no lost worker from now on."""
+        """Log an unexpected exception and let the workers continue, but replace no lost worker from now on."""
         if not self._faulty:
             self._faulty = True
             self._console.say(f"{traceback.format_exc().rstrip()}\n{messages.OWN_FAULT}")
@@ -137,7 +138,7 @@ class Supervisor:
         self._table.abandon([worker for worker in self._table.live if worker.pid is None])
         if self._state is LaunchState.RUNNING and not self._table.live:
             self._own_workers_ended()
-        time.sleep(FAULT_SECONDS)  # without it, a callback that fails again and again would use a core
+        time.sleep(FAULT_SECONDS)  # a callback that fails again and again must not use a full core
 
     def _write_workers(self) -> None:
         """Update workers.json, once for all changes of one round of the event loop."""
@@ -177,11 +178,11 @@ class Supervisor:
         self.start_workers_if_ready()
 
     def _run_over(self) -> None:
-        if not self._start_up.under_way:  # else StartUp stops all workers
+        if not self._start_up.under_way:  # during the start, StartUp stops all workers instead
             self._late.run_over()
 
     def _join_run(self) -> None:
-        """Join the run if its coordinator was reached in time, else stop."""
+        """Start the workers of a launcher with --join, or stop the launcher if no coordinator was reached in time."""
         if self._state is not LaunchState.STARTING:
             return
         if not self._control.agent.led and (end := self._control.found_ended):
@@ -195,7 +196,10 @@ class Supervisor:
         self.start_workers_if_ready()
 
     def start_workers_if_ready(self) -> None:
-        """Start the workers if this node takes part, the coordinators are known and the folders are not in use."""
+        """Start the workers if node 0 has admitted this node and the coordinators are known, else do nothing.
+
+        Stop the launch if another run uses a folder of this run.
+        """
         if self._state is not LaunchState.STARTING or not self._peers.joined:
             return
         if not self._table.all:  # this launcher joins a run, and does not know yet which worker ids are free
@@ -216,7 +220,7 @@ class Supervisor:
 
     def _start_worker(self, worker: WorkerProcess) -> None:
         """Start the process of ``worker``.  Raises OSError."""
-        self._environment.add(self._control.variables)  # the currently known candidates
+        self._environment.add(self._control.variables)  # candidates may have been added since the last start
         pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
         self._control.agent.spawned(worker.worker_id, pid)
         self._late.started(worker)
@@ -224,9 +228,10 @@ class Supervisor:
     # --- a worker's end ---
 
     def worker_dying(self, worker: WorkerProcess, end: Ending) -> None:
-        """Report the death to the coordinator at once, if the run is under way; ``worker_exited`` does the rest.
+        """Report the death of ``worker`` to the coordinator before its process has ended, if the training has begun.
 
-        The first plan may reach a worker before it reaches this launcher: ``epoch_formed`` reports a death in between.
+        ``worker_exited`` is called later, when the process has ended.  The first plan may reach a worker before it
+        reaches this launcher: ``epoch_formed`` reports a death that happens in between.
         """
         if not self.goes_on():
             self._early[worker.worker_id] = worker, end
@@ -255,7 +260,7 @@ class Supervisor:
             self.continue_without(worker, left_behind, cause if worker.state is WorkerState.KILLED else "")
 
     def continue_without(self, worker: WorkerProcess, left_behind: int, cause: str = "") -> None:
-        """Log how and why ``worker`` has ended; start its replacement, or stop after the last worker."""
+        """Log the end of ``worker`` and start its replacement, if any; finish if no worker of this node is left."""
         successor = None
         if self._state is LaunchState.RUNNING and self._control.under_way:
             had_place = worker.worker_id in self._control.agent.planned
@@ -280,15 +285,15 @@ class Supervisor:
             self._late.run_over()
 
     def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
-        """Return whether to log the end of ``worker``: not if this launcher stopped it, or if it finished in order."""
+        """Return whether to log the end of ``worker``; False if it finished normally or this launcher stopped it."""
         if worker.state is WorkerState.FINISHED:
-            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron's helper processes are no news
-        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the loss that caused it was logged
+            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron leaves helper processes behind
+        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the loss was logged
         ordered = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
         return not ordered and not self._late.already_logged(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:
-        """Start a replacement worker, whose device has passed its test or needs none.  Raises OSError."""
+        """Start a replacement worker whose device was tested, if a test is configured.  Raises OSError."""
         if self._state is LaunchState.RUNNING:
             self._start_worker(worker)
 
@@ -333,7 +338,10 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """Wait until the run has ended: it may need this node's candidate, and its end decides the exit code."""
+        """Finish; on several nodes, first wait until the run has ended.
+
+        Until then the run may need this node's candidate coordinator.  The end of the run decides the exit code.
+        """
         if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
@@ -381,9 +389,9 @@ class Supervisor:
         return self._state is LaunchState.RUNNING and self._control.under_way
 
     def store_failed(self, reason: str) -> None:
-        """Handle the loss of the store: stop the launch, unless the training has begun, which needs no store."""
+        """Stop the launch because the store failed; only log that if the training, which needs no store, has begun."""
         if self._control.under_way:
-            self._console.say(f"{reason}; the workers continue, but no worker can join them any more")
+            self._console.say(f"{reason}; the workers continue, but no new worker can join the run")
         else:
             self.stop_with_peers(reason, LAUNCH_FAILED)
 
@@ -402,7 +410,7 @@ class Supervisor:
             self._own_workers_ended()
 
     def _give_up(self) -> None:
-        """End without the workers that survive SIGKILL, blocked in the kernel; workers.json lists them as killed."""
+        """End the launch although workers that are blocked in the kernel survive SIGKILL; record them as killed."""
         if self._state is LaunchState.STOPPING:
             self._end()
 
@@ -417,7 +425,7 @@ class Supervisor:
         if self._code is not None:
             self._control.stopped()
         stopped = self._code is not None and self._code != START_AGAIN
-        # If the training has begun, the launchers of other nodes may continue the run without this one.
+        # After the training has begun, other nodes may continue it, so this launcher does not know how it ends.
         known = stopped and (self._plan.nnodes == 1 or self._start_up.under_way)
         self._exporter.end((self._code, self._why) if known else None)
         self._control.end_candidates()
@@ -431,7 +439,7 @@ class Supervisor:
         if code != START_AGAIN and any(worker.pid is not None for worker in self._table.all):
             self._conclusion.tell(code, verdict, self._ended_by)
         self._peers.settle()
-        self._signals.forget()  # from here on, a signal stops the wait for the output
+        self._signals.forget()  # from now on, a signal only ends the wait for the output
         flush(self._loop, self._console, lambda: self._signals.stop_asked, patient=self._code is None)
         self._folder.flush_logs()
         self._control.close()
@@ -440,6 +448,6 @@ class Supervisor:
             if starts := [worker.started for worker in self._table.all if worker.started is not None]:
                 os.environ.setdefault(FIRST_START_VARIABLE, str(min(starts)))
             self._loop.give_back_signals()  # from now on a signal terminates this process: no worker is left
-            code = self._code or code  # ``stop_asked`` may have changed it, for a signal that arrived meanwhile
+            code = self._code or code  # ``stop_asked`` has changed the code if a signal has just arrived
         self._loop.close()
         return code

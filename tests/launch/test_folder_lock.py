@@ -552,7 +552,7 @@ def test_where_everybody_could_read_it_no_secret_is_left(tmp_path, monkeypatch):
     original = os.open
     monkeypatch.setattr(log_folder.os, "open", open_to_all)
     (said,) = written(tmp_path)
-    assert "does not protect it from other users" in said
+    assert "does not protect the file from other users" in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,10 +51,10 @@ _TORCHRUN_HINTS = {
     "--rdzv-backend": "leave it out; use --master-addr and --master-port",
     "--rdzv-id": "leave it out: the launchers agree on an id automatically",
     "--rdzv-conf": "leave it out; --rendezvous-timeout sets how long nodes wait for each other",
-    "--redirects": "use --log-dir: output is shown and kept",
-    "-r": "use --log-dir: output is shown and kept",
-    "--tee": "use --log-dir: output is shown and kept",
-    "-t": "use --log-dir: output is shown and kept",
+    "--redirects": "use --log-dir: the console shows all output, and log files keep it",
+    "-r": "use --log-dir: the console shows all output, and log files keep it",
+    "--tee": "use --log-dir: the console shows all output, and log files keep it",
+    "-t": "use --log-dir: the console shows all output, and log files keep it",
     "--local-ranks-filter": "leave it out; each line begins with the worker's number",
     "--local-addr": "set RECOVER_HOST to the address at which the other nodes reach this one",
     "--monitor-interval": "leave it out: the kernel reports the end of a worker at once",
@@ -112,8 +112,8 @@ class Options:
     )
     log_format: str = option(
         "plain",
-        "plain: lines unchanged; iso: each with time (UTC), node and worker; json: the same as an object. Applies to "
-        "the console and the logs",
+        "plain: lines unchanged; iso: each line with time (UTC), node and worker; json: each line as an object with "
+        "these fields. Applies to the console and the logs",
         metavar="FORMAT",
         check=one_of("plain", "iso", "json"),
     )
@@ -164,7 +164,7 @@ class Options:
     )
     device_test_timeout: float = option(
         60.0,
-        "time limit of such a test; after it the device has failed",
+        "time limit of the device test; a device whose test takes longer has failed",
         metavar="S",
         check=seconds,
         default_text="60",
@@ -209,13 +209,13 @@ class Options:
         docs="[flags and variables](operations.md#flags-and-variables)",
     )
     wrapper: tuple[str, ...] = ()
-    """Words before the Python script in the command of ``no_python``; empty: the command runs no known script."""
+    """Words before the Python script in the command of ``no_python``; empty: no Python script was recognized."""
     device_test_command: tuple[str, ...] = ()
-    """Words of ``device_test``."""
+    """Program (its path) and arguments of ``device_test``; empty: the option was not given."""
     coordinators: tuple[tuple[str, int], ...] = ()
     """Addresses (host, port) of the coordinators of the run to join; empty without ``join``."""
     taken: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, by name, that were used in place of options."""
+    """Name -> value of the environment variables that were used in place of options."""
     script: str | None = None
     script_args: list[str] = field(default_factory=list)
 
@@ -236,7 +236,7 @@ FLAGS = tuple(flags_of(Options))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser, which keeps all values as text; it raises ``argparse.ArgumentError`` in place of an exit."""
+    """Return the parser, which keeps all values as text and raises ``argparse.ArgumentError`` instead of exiting."""
     parser = argparse.ArgumentParser(
         prog="recover-run",
         usage="recover-run [options] SCRIPT [its arguments]",
@@ -305,10 +305,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
 
 
 def _divide(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
-    """Divide the command line into the launcher's options, as text, and ``script``: SCRIPT and all that follows.
+    """Divide the command line into the launcher's options, as text, and ``script``: SCRIPT and all words after it.
 
-    Return these, or None if that fails, and the reasons against the command line.  If an option is unknown, ``script``
-    is empty, because the option may or may not take a value, so the position of SCRIPT is unknown, too.
+    Return a namespace of both, or None if the division fails; and the reasons against the command line.  If an option
+    is unknown, ``script`` is empty: the option may or may not take a value, so the position of SCRIPT is unknown.
     """
     try:
         namespace, unknown = make_parser().parse_known_args(list(argv))
@@ -334,8 +334,8 @@ def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
 
 
 def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Fill in options from the SLURM step.  Return the reasons against ``--slurm`` here."""
-    if namespace.check and "SLURM_STEP_ID" not in environ:  # outside a step, as on a login node: there is no node rank
+    """Fill in options from the SLURM step.  Return the reasons why ``--slurm`` cannot be used."""
+    if namespace.check and "SLURM_STEP_ID" not in environ:  # outside a step there is no node rank
         namespace.nnodes = namespace.nnodes or environ.get("SLURM_JOB_NUM_NODES")
         namespace.nproc_per_node = namespace.nproc_per_node or environ.get("SLURM_GPUS_ON_NODE")
         return []
@@ -360,7 +360,7 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
 
 
 def _take_program(options: Options, words: Sequence[str]) -> list[str]:
-    """Find the program of --no-python, and the Python script that it runs.  Return the reasons against them."""
+    """Find the program of --no-python and the Python script that it runs, if any.  Return the mistakes."""
     if options.module:
         return ["--no-python and -m exclude each other: with --no-python, write python -m MODULE"]
     program = shutil.which(words[0]) or os.path.abspath(words[0])
@@ -374,7 +374,7 @@ def _take_program(options: Options, words: Sequence[str]) -> list[str]:
 
 
 def _check_newcomers(options: Options) -> list[str]:
-    """Return the reasons against the options of replacements and of ``--join``; fill in ``options.coordinators``."""
+    """Return the mistakes in the options for replacements and for ``--join``; fill in ``options.coordinators``."""
     reasons = []
     recover = options.fault_tolerant
     if options.max_restarts and not recover:
@@ -411,7 +411,7 @@ def _check_newcomers(options: Options) -> list[str]:
 
 
 def _check_device_test(options: Options) -> list[str]:
-    """Return the reasons against ``--device-test``; fill in its command with the path of the program."""
+    """Return the mistakes in ``--device-test``; fill in ``options.device_test_command``."""
     if not options.device_test:
         return []
     if not options.max_restarts:
@@ -427,7 +427,7 @@ def _check_device_test(options: Options) -> list[str]:
 
 
 def check_files(options: Options) -> list[str]:
-    """Return the reasons against the script and the log folder; create a missing log folder unless ``--check``."""
+    """Return what is wrong with the script and the log folder; without ``--check``, create a missing log folder."""
     reasons = []
     if options.script is not None and (options.wrapper or not options.no_python):
         reasons += check_module(options.script) if options.module else check_script(options.script)

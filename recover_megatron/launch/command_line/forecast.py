@@ -30,36 +30,36 @@ MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
 FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
 OUTER = "--outer-dp-sharding-strategy"
 SIZES_ELSEWHERE = ("--yaml-cfg", "--use-mp-args-from-checkpoint-args")
-"""Flags with which a file, not the command line, gives the sizes of a replica."""
+"""Flags that make Megatron read the sizes of a replica from a file instead of the command line."""
 SHADOWS = "--recover-shadow-shards 2"
 FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
 NO_SAVE = "no --save"
 MOST_NAMED = 4
 """Most domains, or ranges of nodes, named in one line of a table."""
 COUNTED = 64
-"""Largest number of workers for which open files were measured.  A run with more workers is refused only if the limit
-of open files is too low for this number."""
+"""Largest number of workers for which open files were measured.  A larger run is refused only if the limit of open
+files is too low even for this number of workers."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """Conditions under which the survivors may continue if a domain falls silent (``membership.leadership``)."""
+    """Facts that decide whether the survivors may continue if a domain falls silent (``membership.leadership``)."""
 
     hosts: Sequence[int]
     """Ranks of the nodes that host a candidate coordinator; the candidate of the first node leads."""
     lease: bool = False
     witness: bool = False
     slack: int = 0
-    """Most workers by which two nodes may differ (``leasing.slack_of``)."""
+    """Largest difference between the numbers of workers of two nodes (``leasing.slack_of``)."""
     replaced: bool = False
     """True if the run waits for replacements of lost workers (``--max-restarts``, ``--recover-spares``)."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Table of the losses of each domain.
+    """Consequences of the loss of each domain.
 
-    ``then``, ``change``: for each of ``losses``, in words, what happens after it, and what change would avoid that.
+    ``then[i]`` describes what happens after ``losses[i]``; ``change[i]`` describes the change that would avoid it.
     """
 
     losses: list[Loss]
@@ -90,7 +90,7 @@ LOSSES = "what the loss of a node or another domain would cost"
 
 
 def of_launch(plan: LaunchPlan, named: Domains, lease: bool, witness: bool) -> Forecast | None:
-    """Return the forecast of a launch; None as in ``forecast``.
+    """Return the forecast of a launch; None if ``forecast`` returns None.
 
     ``named``: domains of each node; ``lease``, ``witness``: True if the launch has one.
     """
@@ -109,7 +109,8 @@ def forecast(
 ) -> Forecast | None:
     """Return the forecast of a training.
 
-    None for a single node, without --recover, if the script is not Megatron's, or if its flags do not give the layout.
+    Return None for a single node, without --recover, for a script that does not take Megatron's flags, and if the flags
+    do not define the layout.
     ``script_args``: flags that ``preflight.check`` has checked; ``named``: domains of each node.  Ranks are assumed to
     be in the order of the nodes.
     """
@@ -138,7 +139,7 @@ def forecast(
 
 
 def training_of(script_args: Sequence[str], world: int) -> Training | None:
-    """Return the shape of a training of ``world`` workers from its flags; None if a file defines it.
+    """Return the shape of a training of ``world`` workers, read from the flags; None if a file defines the shape.
 
     Raises ValueError and IndexError for an invalid number, UserError for a wrong value of ``--recover-*``.
     """
@@ -154,7 +155,7 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
     expert, fsdp = number(EXPERT, 1), FSDP in found
     instances = number(INSTANCES, 1)
     if fsdp:
-        instances = max(instances, 2)  # --recover turns one instance into two (``megatron_hooks.entry.refused``)
+        instances = max(instances, 2)  # --recover sets at least two instances (``megatron_hooks.entry.refused``)
     expert_tensor = number(EXPERT_TENSOR, sizes["tensor"])
     inner_ranks = data_parallel_ranks_per_replica(
         tensor=sizes["tensor"], context=sizes["context"], expert=expert, expert_tensor=expert_tensor
@@ -179,7 +180,7 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a training on one node: amounts that are enough, and minimums, ``least_*`` (0: not known).
+    """Needs of a training on one node: amounts that are enough, and minimums (``least_*``; 0: the minimum is unknown).
 
     ``files``: open files of one worker, including connections.  ``tasks``: processes and threads of all workers on the
     node.  ``shared``: bytes in /dev/shm, for the batches of loader processes.
@@ -207,7 +208,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
     )
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     pool = int(omp) if omp.isdecimal() else 1 if here > 1 else len(os.sched_getaffinity(0))
-    # Tokens, labels and positions: 8 bytes each, weights: 4; each loader prefetches two batches and builds one more.
+    # A position has a token, label and index of 8 bytes each and a weight of 4 bytes.  Each loader holds 3 batches.
     mask = 0 if "--no-create-attention-mask-in-dataloader" in found else sequence
     batch = micro * sequence * (28 + mask)
     return Needs(
@@ -220,7 +221,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
 
 
 def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return flag -> values for those of ``names`` that are given; for a repeated flag, the values of the last use."""
+    """Return flag -> values for each given flag of ``names``; the last use of a repeated flag counts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in dict.fromkeys(names):
         parser.add_argument(name, nargs="*")
@@ -233,7 +234,7 @@ def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, l
 
 
 def _no_rollback_reason(script_args: Sequence[str]) -> str:
-    """Return why the run cannot load a checkpoint in place (rules of ``megatron_hooks.layout``); empty if it can."""
+    """Return the flag that prevents a load of a checkpoint in place (see ``megatron_hooks.layout``); empty if none."""
     found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim", "--optimizer"])
     formats = found.get(FORMAT, ["torch_dist"])[-1]
     if "off" in found.get(LAST_RESORT, []):
@@ -252,10 +253,10 @@ def _no_rollback_reason(script_args: Sequence[str]) -> str:
 def _changes(
     training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int, save: str
 ) -> list[str]:
-    """Return, for each of ``losses``, the changes that would avoid it; empty if it loses no state or none would help.
+    """Return one text per loss: the changes that would avoid it; empty if no state is lost or no change would help.
 
-    The flags that avoid the loss of state are found by trying them.  ``save``: flag that would let the run go back to a
-    checkpoint; empty if it would not help.
+    The function tries which flags avoid the loss of state.  ``save``: flag with which the run could go back to a
+    checkpoint; empty if no such flag would help.
     """
     changes: list[tuple[str, dict[str, Any]]] = []
     if any(loss.lost for loss in losses):
@@ -296,9 +297,9 @@ def _then(loss: Loss, fewest: int, no_rollback_reason: str, replaced: bool) -> s
 
 
 def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_node: int) -> tuple[str, str]:
-    """Return what happens, in words, if the complete domain of ``loss`` falls silent, and what would help.
+    """Return what happens, in words, if all hosts of the domain of ``loss`` fall silent, and what would help.
 
-    Both are empty if the coordinators need nothing to continue, or if no worker is left.
+    Both texts are empty if the coordinators can continue without further conditions, or if no worker is left.
     """
     there = [loss.domain in domains[node * per_node] for node in control.hosts]
     every, left = len(domains), len(domains) - loss.workers

@@ -1,10 +1,10 @@
 """Plan of a launch: number and ranks of the workers, the store's address, the addresses of the candidate coordinators
 of several nodes, and the environment that passes all this to a worker.
 
-CANDIDATES nodes host a candidate each: the first nodes or, under SLURM, the nodes from the second on.  A node listens
-on its address on the route to the others: node 0 on the route to another node with a candidate, another node on the
-route to node 0.  The user may choose another address (RECOVER_HOST).  The socket is bound before its address is sent,
-so a member that connects early waits in the backlog.
+Usually the first CANDIDATES nodes (under SLURM: from the second node on) host one candidate coordinator each.  A node
+uses its address on the route to node 0; node 0 uses its address on the route to another node with a candidate.  The
+user may choose another address (RECOVER_HOST).  The socket of a candidate is bound before its address is sent, so a
+member that connects early waits in the backlog.
 
 Variables of the user that recovery cannot work with are removed or replaced (``variables.overrule``).
 
@@ -50,7 +50,7 @@ Domains = Sequence[Sequence[str]]
 """Failure domains of each node, in order of node ranks; for the names see ``workload.domains.names``."""
 
 TRAINING = "pretrain_gpt_recover"
-"""Script that ships with this package, as a file or a module."""
+"""Name of the training script that ships with this package."""
 
 
 def is_megatrons(script: str) -> bool:
@@ -59,7 +59,7 @@ def is_megatrons(script: str) -> bool:
 
 
 def is_known(script: str, script_args: Sequence[str]) -> bool:
-    """Return whether a script certainly takes Megatron's flags, and not other flags of the same names."""
+    """Return whether it is certain that a script takes Megatron's flags: with --recover, or the shipped script."""
     return is_megatrons(script) and ("--recover" in script_args or Path(script).stem == TRAINING)
 
 
@@ -85,18 +85,18 @@ class LaunchPlan:
     run_id: str
     host: str
     command: tuple[str, ...]
-    """Interpreter (with the programs before it), script (or ``-m``, module) and its arguments."""
+    """Complete command of a worker: wrapper programs, interpreter, script (or ``-m`` and module), arguments."""
     fault_tolerant: bool
     elastic: bool = False
-    """True if the script trains with the library: newcomers must not have the launch's ``MASTER_ADDR`` then."""
+    """True if the script trains with the library (``--elastic``); then newcomers must not receive ``MASTER_ADDR``."""
     script_args: tuple[str, ...] = ()
     """Arguments of the script: the last words of ``command``."""
     control_plane: bool = True
     """True if the launchers host the run's coordinator; False for several nodes without a shared secret."""
     node_address: str | None = None
-    """Address of this node for other nodes, chosen by the user; None: this host's address on the route to them."""
+    """Address, chosen by the user, by which other nodes reach this node; None: address on the route to other nodes."""
     log_dir: Path | None = None
-    """Absolute path."""
+    """Absolute path of the log folder; None: the launch has no log folder."""
     rendezvous_timeout: float = 300.0
     grace_seconds: float = 15.0
     log_format: str = "plain"
@@ -106,7 +106,7 @@ class LaunchPlan:
     device_test: tuple[str, ...] = ()
     """Command that tests the device of a replacement before its start; empty: no test (host device, no restarts)."""
     device_test_timeout: float = 60.0
-    """Time limit of the test in seconds."""
+    """Time limit of a device test in seconds."""
     first_candidate: int = 0
     """Node whose candidate coordinator leads first; node 0's value applies to all nodes."""
     lease: str = "off"
@@ -114,7 +114,7 @@ class LaunchPlan:
     domains: Domains = ()
     """Domains of each node, if ``--recover-domain @FILE`` lists them (``workload.domains.names``)."""
     witness: str = "off"
-    """Witness, which may report to the candidates which nodes are off: auto, slurm, kubernetes, off (leasing.py)."""
+    """Kind of the witness, which confirms that nodes are off: auto, slurm, kubernetes; off: none (leasing.py)."""
     spares: int = 0
     """Additional workers that the last node starts."""
     joins: tuple[tuple[str, int], ...] = ()
@@ -125,11 +125,11 @@ class LaunchPlan:
     attempt: int = 0
     """Number of earlier attempts to start."""
     without: tuple[int, ...] = ()
-    """Nodes lost in earlier attempts, in order: this start leaves them out, and spares replace their workers."""
+    """Nodes lost in earlier attempts, in order of loss.  This start leaves them out; spares replace their workers."""
 
     @property
     def starts(self) -> int:
-        """Return the most attempts to start (processes.py)."""
+        """Return the largest number of attempts to start the launch (processes.py)."""
         return 1 + max(self.max_restarts, self.spares) if self.fault_tolerant and not self.joins else 1
 
     def spared(self, lost: Collection[int]) -> bool:
@@ -140,7 +140,7 @@ class LaunchPlan:
 
     @property
     def local_world_size(self) -> int:
-        """Return the number of workers on this node, without spares, except spares in places of left-out nodes."""
+        """Return the number of workers on this node; spares count only if they replace workers of left-out nodes."""
         more = len(self.without) if self.node_rank == self.nnodes - 1 else 0
         return (1 + more) * self.nproc_per_node
 
@@ -159,7 +159,7 @@ class LaunchPlan:
 
     @property
     def is_megatrons(self) -> bool:
-        """Return whether newcomers print the line that ``output.ConsoleFilter`` awaits: Megatron with --recover."""
+        """Return whether newcomers run Megatron with --recover, and so print the line that ``ConsoleFilter`` awaits."""
         return self.fault_tolerant and is_megatrons(self.target)
 
     @property
@@ -200,7 +200,7 @@ class LaunchPlan:
         return bool(self.max_restarts or self.spares or self.joins)
 
     def worker_id(self, local_rank: int) -> int:
-        """Return the global rank at launch of this node's ``local_rank``-th worker."""
+        """Return the id (the rank at launch) of the worker with ``local_rank`` on this node."""
         return self.node_rank * self.nproc_per_node + local_rank
 
     def log_file(self, worker_id: int) -> Path | None:
@@ -209,7 +209,7 @@ class LaunchPlan:
 
 
 def sets_omp_threads(plan: LaunchPlan, inherited: Mapping[str, str]) -> bool:
-    """Return whether to limit OpenMP to one thread: there are several workers, and the user has set no number."""
+    """Return True if the node has several workers and the user has not set OMP_NUM_THREADS, so 1 must be set."""
     return plan.local_world_size > 1 and "OMP_NUM_THREADS" not in inherited
 
 
@@ -238,7 +238,7 @@ def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
         environment[LOG_DIR_VARIABLE] = str(plan.log_dir)
     if sets_omp_threads(plan, inherited):
         environment["OMP_NUM_THREADS"] = "1"
-    if plan.control_plane:  # set here, because a script may create groups before it calls this package
+    if plan.control_plane:  # set early: a script may create process groups before it calls this package
         environment[NCCL2_VARIABLE] = environment.get(NCCL2_VARIABLE) or "0"
     return environment
 
@@ -278,11 +278,11 @@ class Candidates:
     addresses: Sequence[Address]
     """Addresses of all candidates, in the order in which members try them."""
     listener: socket.socket | None
-    """Socket of this node's candidate; None: it hosts none."""
+    """Listening socket of this node's candidate; None: this node hosts no candidate."""
     lease: Path | None = None
     """Path of the candidates' common lease; None: there is no lease."""
     witness: Scope | None = None
-    """Witness, which may report to the candidates which nodes are off; None: there is no witness."""
+    """Witness, which confirms to the candidates that nodes are off; None: there is no witness."""
 
 
 class OwnPlace:
@@ -299,7 +299,7 @@ class OwnPlace:
 
 
 def hosting(plan: LaunchPlan) -> tuple[int, ...]:
-    """Return the nodes that host candidates, in the order in which members try them; of different domains if known."""
+    """Return the nodes that host candidates, in the order in which members try them; prefer different domains."""
     nodes = ((plan.first_candidate + number) % plan.nnodes for number in range(plan.nnodes))
     found, left = list[int](), [node for node in nodes if node not in plan.without]
     known = plan.domains if len(plan.domains) >= plan.nnodes else [()] * plan.nnodes
@@ -336,18 +336,18 @@ def address_from(value: Any) -> Address:
 
 
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""Format of each variable's value; "=" is needed because NCCL takes a name without it as a prefix."""
+"""Environment variable -> format of its value.  NCCL takes an interface name without "=" as a prefix."""
 LOOPBACK = "127.0.0.1"
 LOOPBACK_6 = "::1"
 
 
 def loopback() -> str:
-    """Return the loopback address of this host: IPv4's, or IPv6's if the host has no IPv4."""
+    """Return the IPv4 loopback address, or the IPv6 loopback address if this host has no IPv4."""
     for address in (LOOPBACK, LOOPBACK_6):
         with contextlib.suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
             return address
-    return LOOPBACK  # neither can be bound: whoever listens on this address gets the error
+    return LOOPBACK  # neither address can be bound: a later attempt to listen raises the error
 
 
 def interfaces() -> dict[str, str]:
@@ -391,7 +391,7 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
         name = None  # the address is on the loopback interface, for which gloo would take 127.0.0.1
     names = " and ".join(wanted)
     if name is None:
-        return {}, f"no interface of this host has the address {host}: torch and NCCL choose one (set {names})"
+        return {}, f"no interface of this host has the address {host}: torch and NCCL choose one (or set {names})"
     chosen = {variable: VARIABLES[variable].format(name) for variable in wanted}
     return chosen, f"workers communicate over the interface {name} ({host}), which is set in {names}"
 
@@ -404,7 +404,7 @@ def addresses_of(host: str) -> set[str]:
 
 @dataclass(eq=False)
 class WorkerEnvironment:
-    """Environment of the workers, created once per launch; ``add`` the control plane's variables before ``of``."""
+    """Environment of the workers, created once per launch; call ``add`` with the control plane's variables first."""
 
     _plan: LaunchPlan
     _inherited: Mapping[str, str]
@@ -422,7 +422,7 @@ class WorkerEnvironment:
         self._added |= variables
 
     def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:
-        """Return the complete environment of ``worker``; ``run_id``: of the launch on all nodes."""
+        """Return the complete environment of ``worker``; ``run_id``: id of the run, the same on all nodes."""
         if self._network is None:
             for line in self._overruled:
                 self._say(line)
@@ -434,7 +434,7 @@ class WorkerEnvironment:
         return found
 
     def _choose_interface(self) -> dict[str, str]:
-        """Return the variables that select the interface by which this host and the others reach each other."""
+        """Return the variables that select the interface by which this host reaches the other hosts of the run."""
         plan = self._plan
         if plan.nnodes == 1 and not plan.joins:
             return variables_for(loopback(), self._inherited)[0]
@@ -442,7 +442,7 @@ class WorkerEnvironment:
         if host is None:
             host = plan.master_addr
             if plan.node_rank > 0:
-                with contextlib.suppress(OSError):  # then no interface has the address, which is logged
+                with contextlib.suppress(OSError):  # no route: the log line below reports the address
                     host = local_address((plan.master_addr, plan.master_port))
         variables, about = variables_for(host, self._inherited)
         if about:

@@ -54,12 +54,12 @@ OTHER_NUMBERS = {
     SEQUENCE: r"coder|checkpoint-args|hybrid-context",
     EXPERTS: r"heterogeneous|checkpoint-args",
 }
-"""Flag -> pattern of flags that may make Megatron use another number than the value of the first flag."""
+"""Flag -> pattern of other flags that may make Megatron use a different number than the value of the flag."""
 DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 BLENDS = ("--data-args-path", "--per-split-data-args-path")
 FILES = (*BLENDS, "--vocab-file", "--merge-file", "--yaml-cfg")
 ELSEWHERE = ("--yaml-cfg", "--sft", "--perform-rl-step")
-"""Flags with which the data or the flags come from a source that is not checked."""
+"""Flags that replace the data set or the flags by a source that is not checked here."""
 TOKENIZER, TOKENIZER_MODEL = "--tokenizer-type", "--tokenizer-model"
 TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 """Tokenizers whose model is a file."""
@@ -97,7 +97,7 @@ def _names(script_args: Sequence[str]) -> list[str]:
 
 
 def _stray_words(script_args: Sequence[str]) -> list[str]:
-    """Return the mistakes of ``--recover-*`` flags that are followed by too many values: Megatron would reject them."""
+    """Return the ``--recover-*`` flags that are followed by too many values, which Megatron would reject."""
     flags, found = {flag.name: flag for flag in FLAGS}, []
     for at, word in enumerate(script_args):
         name, equals, _ = word.partition("=")
@@ -145,7 +145,7 @@ def _log_dir(script_args: Sequence[str]) -> list[str]:
 
 
 def _faults(config: RecoverConfig, world: int) -> list[str]:
-    """Return the mistakes of ``--recover-inject``; ids of ``world`` and above are valid only if the run may grow."""
+    """Return the mistakes in ``--recover-inject``; worker ids of ``world`` and above need a run that may grow."""
     try:
         parse_spec(config.inject or "", workers=None if config.max_replicas else world)
     except BadSpec as error:
@@ -182,7 +182,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
     try:
         config, training = config_from_argv(script_args), training_of(script_args, world)
     except (UserError, ValueError, IndexError):
-        return []  # as above, or ``_values`` reports it
+        return []  # ``_numbers`` or ``_values`` reports the mistake
     replicas = max(1, world // (replica * (training.inner_ranks if training else 1)))
     if config.enabled and config.min_replicas > replicas:
         return [
@@ -198,7 +198,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
 
 
 def _numbers(script_args: Sequence[str], world: int) -> list[str]:
-    """Return the mistakes in numbers, which Megatron would report only after its import or after building the model.
+    """Return mistakes in numbers.  Megatron would report them late: when it is imported, or has built the model.
 
     A number is not checked if another flag may make Megatron use a different number; Megatron repeats all checks.
     """
@@ -238,13 +238,14 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
     if "--save" in given and "--save-interval" not in given:
         found.append("--save needs --save-interval N: save a checkpoint every N iterations")
-    if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):  # all flags seem given
+    # If the sizes are given, the command line seems to be complete, except for the length.
+    if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):
         found.append("the length of the training is missing: give --train-iters N, or --train-samples N")
     return found
 
 
 def _data(script_args: Sequence[str], needs: bool) -> list[str]:
-    """Return missing files and data; ``needs``: True if the script has no data other than Megatron's data sets."""
+    """Return missing files and data; ``needs``: True if the script can only train on Megatron's data sets."""
     others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
     given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
     found = _tokenizer(given) + [
@@ -271,7 +272,7 @@ def _data(script_args: Sequence[str], needs: bool) -> list[str]:
 
 
 def _blend(paths: Sequence[str]) -> list[str]:
-    """Return the words of a file of ``BLENDS``, the last path; empty if it is missing or wrong, as Megatron reports."""
+    """Return the words in the blend file ``paths[-1]``; empty if the file is missing or wrong: Megatron reports it."""
     try:
         text = Path(paths[-1]).read_text(encoding="utf-8") if paths else ""
         if not text.lstrip().startswith("{"):
@@ -296,7 +297,7 @@ GPUs.  A container may have GPUs without GPU 0."""
 
 
 def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
-    """Return the reason against ``here`` workers and spares on this node if it has fewer GPUs; empty if not known."""
+    """Return a reason if this node has fewer GPUs than ``here``, its number of workers and spares; else nothing."""
     gpus = 0 if _on_cpus(script_args) else count_gpus(environ)
     if not is_megatrons(script) or not 0 < gpus < here:
         return []
@@ -313,7 +314,7 @@ def _on_cpus(script_args: Sequence[str]) -> bool:
 
 
 def host() -> tuple[list[str], list[str]]:
-    """Return the reasons why this host and this Python cannot launch any run, and notes about missing features."""
+    """Return reasons why this host or this Python cannot launch any run, and notes about features that it lacks."""
     notes = []
     if why := system.lacking("pidfd_open"):
         notes.append(f"{why}. A thread waits for the end of each process instead")
@@ -328,7 +329,8 @@ def host() -> tuple[list[str], list[str]]:
 class Limits:
     """Comparison of this host's limits with the needs of a training.
 
-    ``reasons``: limits that are too low; ``notes``: limits that may be too low; ``counted``: the needs and limits.
+    ``reasons``: log lines about limits that are too low; ``notes``: lines about limits that may be too low;
+    ``counted``: one line with all needs and limits.
     """
 
     reasons: list[str]
@@ -343,7 +345,7 @@ def limits(script: str, script_args: Sequence[str], world: int, here: int, envir
     try:
         needs = needs_of(script_args, world, here, environ, cpu=_on_cpus(script_args))
     except (ValueError, IndexError):
-        return None  # ``check`` or Megatron reports it
+        return None  # ``check`` or Megatron reports the mistake
     return compare(
         needs, count(here), system.open_files(), system.task_limits(), system.longest_file(), system.shared_memory()
     )
@@ -352,7 +354,7 @@ def limits(script: str, script_args: Sequence[str], world: int, here: int, envir
 def compare(
     needs: Needs, workers: str, files: int, tasks: Sequence[system.TaskLimit], longest: int | None, shared: int
 ) -> Limits:
-    """Compare ``needs`` with this host's limits (``files``, ``tasks``, ``longest``, ``shared``: ``network.system``)."""
+    """Compare ``needs`` with the limits of this host, which ``network.system`` reads; ``workers``: text for logs."""
     reasons: list[str] = []
     notes: list[str] = []
     if files < needs.files:
@@ -399,7 +401,7 @@ def _is_here(path: str) -> bool:
 
 
 def _is_weight(word: str) -> bool:
-    """Return whether ``word`` is a number, and so a weight of a blend, in which weights and prefixes alternate."""
+    """Return whether ``word`` is a number.  In a blend, weights, which are numbers, and data prefixes alternate."""
     try:
         float(word)
     except ValueError:

@@ -51,7 +51,7 @@ def count_gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
 
 
 def workers_by_word(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
-    """Return the number of workers for ``text``, torchrun's gpu, cpu or auto; None for other text.
+    """Return the number of workers that ``text`` (gpu, cpu or auto, as in torchrun) means here; None for other text.
 
     Raises ValueError for gpu if this host has no GPU.
     """
@@ -128,7 +128,7 @@ def nodes(text: str) -> int:
 
 
 INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
-"""File name -> module of each script that setup.py installs as a module."""
+"""File name of each script that setup.py installs as a module -> name of that module."""
 
 
 RUNNER = "recover_megatron.megatron_hooks"
@@ -136,7 +136,7 @@ RUNNER = "recover_megatron.megatron_hooks"
 
 
 def takes_runner(script: str, module: bool) -> bool:
-    """Return whether to run a script through RUNNER: it is Python source (any file name) outside of this package."""
+    """Return whether to run ``script`` through RUNNER; True for Python source that does not belong to this package."""
     if Path(script).stem in INSTALLED.values():
         return False
     if module:
@@ -147,7 +147,7 @@ def takes_runner(script: str, module: bool) -> bool:
 def installed_module(script: str) -> tuple[str, str] | None:
     """Return the installed module for the bare name ``script``, and the module's file.
 
-    None for any other script, if the current folder has a file of that name, or if the module is not installed.
+    Return None for any other script, if the current folder has a file of that name, or if the module is not installed.
     """
     if script not in INSTALLED or os.path.lexists(script):
         return None
@@ -176,12 +176,12 @@ def check_script(script: str) -> list[str]:
 
 
 def _is_other_program(path: Path) -> bool:
-    """Return whether ``path`` is a shell script or a binary, on which Python would raise a SyntaxError."""
+    """Return whether ``path`` is a shell script or a binary, in which Python would find a SyntaxError."""
     try:
         with path.open("rb") as file:
             first = file.readline(256)
             if re.match(rb"#!.*\b\w*sh\b", first):
-                ast.parse(file.read())  # a few files are valid in both languages
+                ast.parse(file.read())  # a few shell scripts are also valid Python
             return first.startswith(b"\x7fELF")
     except OSError:
         return False
@@ -206,9 +206,9 @@ def why_not_executed(program: str) -> str:
 
 
 def script_behind_python(words: Sequence[str]) -> int | None:
-    """Return the index of the script that Python runs in the command ``words``, or of ``-m`` before a module.
+    """Return the index of the Python script in the command ``words``; for ``python -m MODULE``, the index of ``-m``.
 
-    None if the command runs no Python script, or none is recognized.
+    Return None if no Python script is recognized.
     """
     at = next((at for at, word in enumerate(words, 1) if re.fullmatch(r"python[\d.]*", Path(word).name)), len(words))
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "-c", "-m"):
@@ -246,8 +246,8 @@ def imports_pretrain(script: str) -> bool:
 def why_not_written(folder: Path, *, tried: bool = False) -> str:
     """Return why this process cannot write into ``folder``, which may not exist yet; empty if no reason is found.
 
-    ``tried``: test it by writing; if False, nothing is created, so errors that only a write shows (a full disk) are not
-    found.
+    If ``tried`` is True, write to the folder as a test.  If False, create nothing; then errors that only a write shows
+    (a full disk) are not found.
     """
     existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     if not existing.is_dir():
@@ -274,8 +274,7 @@ def _find_module(module: str) -> ModuleSpec | None:
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        # Search for the last part of the name only: with the full name, a nested folder without __init__.py would need
-        # an import of its parent.
+        # Search for one part of the name at a time: a search for the full name would import the parent packages.
         spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
@@ -294,8 +293,8 @@ SIZE_AND_RANK = (
 def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Fill in, from ``PET_*`` variables, options that the command line leaves out.
 
-    Return the used variables, and the reasons against a launch in this environment.  With ``--slurm`` or ``--join``,
-    only TAKEN_HERE is used, because the nodes are known from elsewhere.
+    Return the used variables by name, and the reasons against a launch in this environment.  With ``--slurm`` or
+    ``--join``, only the options in TAKEN_HERE are filled in, because the nodes are known from another source.
     """
     elsewhere = namespace.slurm or namespace.join
     taken = {}

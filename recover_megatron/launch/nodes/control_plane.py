@@ -1,4 +1,4 @@
-"""Job's coordinator, hosted by the launchers, and this launcher's session with it.
+"""Candidate coordinators that this launcher hosts, and the launcher's session with the run's coordinator.
 
 On one node, the launcher starts two candidate coordinators on loopback: if one is killed, the workers connect to the
 other.  On several nodes, three launchers start one candidate each (plan.py).  A launcher that joins a running job also
@@ -65,28 +65,29 @@ from recover_megatron.variables import (
 HERE = 2
 """Number of candidate coordinators of a launch on one node."""
 STOPPING_SECONDS = 1.0
-"""Most seconds that a launcher that must stop waits for the coordinator's answer."""
+"""Most seconds that a launcher waits for the coordinator's answer after it has reported that a signal stops it."""
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 NOBODY_SECONDS = 10.0
-"""Seconds after which a run that had a coordinator counts as ended if the hosts of all candidates refuse connections;
-or the time that workers wait for a coordinator, if that is longer."""
+"""If the hosts of all candidates refuse connections for this many seconds (or ``Settings.lost_timeout``, if that is
+longer), a run that had a coordinator counts as ended."""
 LOOK_SECONDS = 1.0
 
 
 def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple[int, str] | None]:
-    """Return two facts from the event logs in ``folder``: whether one of ``coordinators`` has ever listened; and the
-    exit code and reason of the run's end, None if none of ``coordinators`` has logged it.
+    """Read the event logs of ``coordinators`` in ``folder``.
 
-    An end for lack of a majority is ignored: it is the end of one side of a partition, and the other may continue.
+    Return whether one of them has ever listened, and the exit code and reason of the run's end (None: none is logged).
+
+    An end for lack of a majority is ignored: one side of a partition has ended, and the other side may continue.
     """
     addresses, listened = {join_addresses([address]) for address in coordinators}, False
     for path in folder.glob("events-*.jsonl"):
         ours, end = False, None
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):  # a line that is being written, or is damaged
+            with suppress(ValueError, TypeError, KeyError):  # skip a line that is incomplete or damaged
                 record = json.loads(line)
-                if record["event"] == "listening":  # a new launch: an end earlier in the file was another launch's
+                if record["event"] == "listening":  # a new launch: earlier lines belong to other launches
                     ours, end = record["address"] in addresses, None
                     listened |= ours
                 elif record["event"] == "stop" and ours and record["code"] != EXIT_LOST_MAJORITY:
@@ -103,7 +104,7 @@ def has_secret(environ: Mapping[str, str]) -> bool:
 def own_address(host: str) -> str:
     """Return the address that the name ``host`` has on this host's interfaces, except loopback.
 
-    Return ``host`` itself if there is not exactly one such address, or if the name has no other address.
+    Return ``host`` itself if the name has no such address, several of them, or no further address.
     """
     try:
         addresses, found = addresses_of(host), interfaces()
@@ -138,9 +139,9 @@ class _InMainThread:
 
 @dataclass(eq=False)
 class ControlPlane:
-    """Candidates and node agent of one launcher; before ``open`` it has neither.
+    """Candidates and node agent of one launcher, which ``open`` creates.
 
-    The event loop calls the callbacks that its methods take, in the main thread.
+    All callbacks are called by the event loop, in the main thread.
     """
 
     _plan: LaunchPlan
@@ -162,14 +163,14 @@ class ControlPlane:
         self._joins_as_candidate = bool(plan.joins)
         """True while a launcher that joins a run may still start its candidate."""
         self.agent: NodeAgent | NoAgent = NoAgent()
-        """Session of this launcher."""
+        """Session of this launcher with the coordinator; ``NoAgent`` before ``open``."""
         self.found_ended: tuple[int, str] | None = None
         """Exit code and reason of the end of the run that this launcher should join; None: no end is known."""
 
     def open(self, candidates: Candidates | None) -> None:
-        """Start this launcher's candidates and open its session; call it once.
+        """Start the candidates of this launcher and open the session with the coordinator; call it once.
 
-        ``candidates``: None for a launch on one node; this object owns their listener from now on.  Raises SecretError
+        ``candidates``: None for a launch on one node; else this object takes over their listener.  Raises SecretError
         if the user's secret is not valid, OSError if a process or socket cannot be created.
         """
         plan = self._plan
@@ -251,7 +252,7 @@ class ControlPlane:
         self._say(f"this node also hosts a candidate coordinator: {join_addresses([address])}")
 
     def end_candidates(self) -> None:
-        """Start no more candidates, because the launch is over; running candidates are killed with it."""
+        """Start no more candidates.  Running candidates are killed with the other processes of the launch."""
         for candidate in self._candidates.values():
             candidate.close()
         self._candidates.clear()
@@ -261,7 +262,7 @@ class ControlPlane:
         self.agent.close()
 
     def stopping(self, number: int) -> None:
-        """Report to the coordinator that signal ``number`` stops this launcher's workers: their ends are no losses."""
+        """Report signal ``number`` to the coordinator, which must not count the ends of local workers as losses."""
         self.agent.stopping(number, STOPPING_SECONDS)
 
     # --- queries of the launcher ---
@@ -279,18 +280,20 @@ class ControlPlane:
 
     @property
     def undecided(self) -> bool:
-        """Return whether, as far as this launcher knows, the run has not ended: workers of other nodes may continue."""
+        """Return whether a coordinator has led and this launcher knows of no end of the run."""
         return self.agent.led and self.agent.out is None
 
     @property
     def under_way(self) -> bool:
-        """Return whether the run has had its first plan and has not ended."""
+        """Return whether the training has begun (there was a plan) and this launcher knows of no end of the run."""
         return self.agent.epoch > 0 and self.agent.out is None
 
     @property
     def told(self) -> bool:
-        """Return whether a coordinator has reported the end of the run; if False, a ``verdict`` only means that no
-        coordinator was reached."""
+        """Return whether a coordinator has reported the end of the run.
+
+        If False, a code of ``verdict`` only means that no coordinator was reached.
+        """
         out = self.agent.out
         return isinstance(out, CoordinatorLost) and out.told
 
@@ -309,7 +312,7 @@ class ControlPlane:
     # --- waiting ---
 
     def when_decided(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the run has ended or no coordinator is reachable any more."""
+        """Call ``callback`` when the run has ended or all coordinators have become unreachable."""
         self._after(self.agent.wait_out, callback)
 
     def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
@@ -318,10 +321,10 @@ class ControlPlane:
 
     def _wait_led(self, until: float) -> None:
         agent, folder, say = self.agent, self._plan.log_dir, self._loop.from_thread(self._say)
-        patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # how long workers wait for a coordinator
+        patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # workers wait as long for a coordinator
         listened = announced = False
         while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
-            with suppress(OSError):  # the folder cannot be read
+            with suppress(OSError):  # the log folder cannot be read
                 listened, self.found_ended = recorded(folder, self._plan.joins) if folder else (False, None)
             refused, begun = agent.refused_seconds, listened or agent.attached
             if self.found_ended is None and begun and refused >= patience:
@@ -350,15 +353,15 @@ class ControlPlane:
 
         try:
             threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
-        except RuntimeError:  # no thread can be started now, which is no reason to end the launch
+        except RuntimeError:  # no thread can be started now: try again later
             self._loop.call_later(AGAIN_SECONDS, lambda: self._after(wait, callback))
 
     def verdict(self) -> int | None:
-        """Return the run's exit code as the coordinator decided it: 0 if the last members left in order.
+        """Return the exit code of the run that the coordinator decided: 0 if the last members left in order.
 
-        Call it after all workers have ended; it waits up to LAST_WORD_SECONDS for the report.  None if the coordinator
-        has decided nothing: no worker opened a session, or the run ended before its first epoch and no worker had
-        reported that it must end.
+        Call it after all workers have ended; it waits up to LAST_WORD_SECONDS for the report.  Return None if the
+        coordinator has decided nothing: either no worker opened a session, or the run ended before its first epoch
+        without a request of a worker.
         """
         self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have received the verdict before this launcher
         if not self.agent.led and self.agent.out is None:
@@ -381,7 +384,7 @@ class ControlPlane:
             candidate.wait(2 * self._settings.heartbeat_timeout + 1)
 
     def stopped(self) -> None:
-        """Call ``linger`` after the workers of a stopped launch have ended, if no worker of another node is left."""
+        """After a launch was stopped, call ``linger`` if all workers of the last plan belonged to this launcher."""
         if self.agent.had_all:
             self.agent.wait_out(LAST_WORD_SECONDS)
             self.linger()

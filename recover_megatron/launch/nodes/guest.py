@@ -45,12 +45,12 @@ from recover_megatron.script_flags import codes, differences, listed
 
 _AGAIN_SECONDS = 0.25
 UNPROVED_SECONDS = 10.0
-"""Seconds to wait for a ``job`` that proves the secret, before an unproved ``job`` is taken for node 0's."""
+"""Seconds to wait for an authenticated value of ``job``; then an unauthenticated value only explains the refusal."""
 
 
 @dataclass(eq=False)
 class Guest:
-    """Store protocol on a node other than 0; call ``run`` in a separate thread, ``say`` in any thread."""
+    """Store protocol on a node other than 0.  Call ``run`` in a separate thread; ``say`` is thread-safe."""
 
     _plan: LaunchPlan
     _seal: Seal
@@ -66,12 +66,15 @@ class Guest:
         self._coordinators = ""
         self._door: socket.socket | None = None
         self.heard = time.monotonic()
-        """Monotonic time of the store's last answer; at first, of the creation of this object."""
+        """Monotonic time of the last answer of the store; before that, the time at which this object was created."""
         self.reached = False
-        """True if the store has answered."""
+        """True after this launcher has connected to the store of node 0."""
 
     def run(self) -> None:
-        """Join the launch, then report and wait until node 0 ends it; reconnect whenever the store is lost."""
+        """Join the launch, then report that this launcher is live until node 0 ends the launch.
+
+        If the store is lost, reconnect when it is reachable again.
+        """
         try:
             store, own = self._join()
             if own is None:
@@ -127,12 +130,12 @@ class Guest:
         store = join_store(*address)
         self._run_id = str(self._job(store)["run_id"])
         self.say(store, {"refusal": reason})
-        store.check([PREFIX + "job"])  # its answer shows that all earlier messages have arrived
+        store.check([PREFIX + "job"])  # the answer proves that the refusal has arrived
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def _join(self) -> tuple[Store, OwnPlace | None]:
-        """Call ``_take_part`` in the store of this start; wait while the store of an earlier start is still up."""
+        """Connect to the store of this start, after the store of an earlier start has gone; call ``_take_part``."""
         until = time.monotonic() + self._plan.rendezvous_timeout
         while True:
             try:
@@ -160,7 +163,7 @@ class Guest:
         job = self._job(store)
         own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
         if plan.fault_tolerant:
-            with contextlib.suppress(OSError):  # the address is not this host's (NAT): node 0 notices a loss later
+            with contextlib.suppress(OSError):  # not an address of this host (NAT): node 0 notices a loss later
                 self._door = listen(own.host)
         while True:
             if self._elsewhere(store, job):
@@ -207,13 +210,14 @@ class Guest:
     def _come_second(self, store: Store) -> None:
         """Stop this launcher, because another launcher was welcomed as this node before.
 
-        If the other launcher is live, this one is refused; if it was lost, the run continues without this node.  This
-        launcher writes no more messages, so a live one overwrites them with its own within BEAT_SECONDS.
+        If the other launcher still writes messages, this launcher is refused.  If the other launcher was lost, the run
+        continues without this node.  This launcher writes nothing more, so a message of a live first launcher is
+        visible within BEAT_SECONDS.
         """
         plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
         until = time.monotonic() + patience
         first = f"the first launcher of node {plan.node_rank}"
-        self._tell(self._events.note, f"{first} has taken its place: waiting {patience:g} s for a message from it")
+        self._tell(self._events.note, f"{first} has joined before: waiting {patience:g} s for its next message")
         while time.monotonic() < until:
             if self._obey(store, self._look(store, "end", self._run_id)):
                 return
@@ -247,7 +251,7 @@ class Guest:
         while True:
             job = self._look(store, "job", "")
             if job is None and time.monotonic() > until and store.check([PREFIX + "job"]):
-                job = self._seal.peek(store.get(PREFIX + "job"))  # used to refuse, never to join
+                job = self._seal.peek(store.get(PREFIX + "job"))  # good for a refusal, never for joining
                 if _disagreement(self._plan, job) is None:
                     raise ValueError(f"node 0 does not prove that it has the job's secret: {SHARE_A_SECRET}")
             if job is not None:
@@ -270,12 +274,12 @@ class Guest:
     # -- following ----------------------------------------------------------------------------------------------------
 
     def _obey(self, store: Store, end: Any) -> bool:
-        """Stop this launcher if ``end`` is set and trusted; return whether the launch has ended."""
+        """Stop this launcher if ``end`` is a trusted message of node 0; return whether the launch has ended."""
         if end is None:
             return False
         if not self._seal.proves and store.check([PREFIX + "everybody"]):
-            self._ignore("end", "it has no proof, and all nodes take part")
-            time.sleep(BEAT_SECONDS)  # the key is set, so waiting for it would return at once
+            self._ignore("end", "its author is not authenticated, and all nodes take part")
+            time.sleep(BEAT_SECONDS)  # the key exists, so ``wait`` would return without waiting
             return False
         without = tuple(map(int, end.get("without", ())))
         if self._plan.node_rank in without:
@@ -286,12 +290,12 @@ class Guest:
         return True
 
     def _next(self, store: Store, key: str) -> Any:
-        """Report that this node is live, then wait up to BEAT_SECONDS for the value of ``key`` and return it.
+        """Report that this node is live, then wait up to BEAT_SECONDS for the key ``key`` and return its value.
 
-        None if the key has no trusted value.  Raises RuntimeError if the store is lost.
+        Return None if the key has no trusted value.  Raises RuntimeError if the store is lost.
         """
         self.say(store, {}, ring=False)
-        store.check([PREFIX + "job"])  # waits for the store's answer, as ``set`` does not
+        store.check([PREFIX + "job"])  # ``set`` does not wait for an answer, ``check`` does
         self.heard = time.monotonic()
         return self._look(store, key, self._run_id)
 
@@ -304,7 +308,7 @@ class Guest:
                 raise
         except ValueError as error:
             self._ignore(key, str(error))
-            time.sleep(BEAT_SECONDS / 4)  # the true value will be written again, but the store reports no change
+            time.sleep(BEAT_SECONDS / 4)  # node 0 writes the true value again, but the store reports no change
         return None
 
     def _ignore(self, key: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Launcher of node 0: welcomes the other nodes, notices their losses, and ends the launch.
+"""Launcher of node 0: admits the other nodes, notices lost nodes, and ends the launch.
 
 See peers.py for the keys of the store.
 """
@@ -56,24 +56,24 @@ class Host:
     _events: NodeEvents
     _tell: Callable[..., None]
     _fail: Callable[[str, int, Sequence[int]], None]
-    """Calls ``announce_end`` in another thread."""
+    """Callback that calls ``announce_end`` in another thread."""
 
     def __post_init__(self) -> None:
         self._hosting = hosting(self._plan)  # computed once: slow with thousands of nodes
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
-        """Nodes, by rank, that take part and have not reported the ends of their workers."""
+        """Rank -> state, for each node that takes part and has not reported the ends of its workers."""
         self._candidates: dict[int, Address] = {}
-        """Addresses of the candidates reported so far, by node rank."""
+        """Rank -> address of the node's candidate, as far as reported."""
         self._trial: LeaseTrial | None = None
         self._looks: dict[int, Any] = {}
-        """Reports about the lease, by rank, from the other nodes with candidates."""
+        """Rank -> report about the lease, for each node other than 0 that hosts a candidate."""
         self._places: dict[int, Any] = {}
-        """Reports about the witness, by rank, from all nodes."""
+        """Rank -> report about the witness, for each node."""
         self._domains: dict[int, tuple[str, ...]] = {}
-        """Failure domains of each node, by rank, as the node reported them."""
+        """Rank -> failure domains that the node has reported."""
         self._given = (False, False)
-        """Pair: True if the candidates have a lease, True if they have a witness."""
+        """Two flags: whether the candidates have a lease, and whether they have a witness."""
         self._announced = False
         """True if the candidates have been announced."""
         self._missing = set(range(1, self._plan.nnodes)) - {*self._plan.without}
@@ -81,13 +81,13 @@ class Host:
         self._deadline = time.monotonic() + self._plan.rendezvous_timeout
 
     def run(self) -> None:
-        """Serve until every node has reported the ends of its workers, or the launch cannot be completed.
+        """Exchange messages until every node has reported the ends of its workers, or the launch cannot be completed.
 
         A lost node that writes again counts as live again.
         """
         plan = self._plan
         if plan.control_plane:
-            self._trial = LeaseTrial(plan)  # before any node can look for it
+            self._trial = LeaseTrial(plan)  # written before other nodes look for the file
             self._places[0] = leasing.look_for_witness(plan)
             self._domains[0] = plan.own_domains
         self._open({"flags": codes(plan.flags)})
@@ -96,26 +96,26 @@ class Host:
             ranks = self._rung()
             if sweep := time.monotonic() - swept >= BEAT_SECONDS:
                 for key, value in self._values.items():
-                    self._store.set(PREFIX + key, value)  # a stranger may have changed it
+                    self._store.set(PREFIX + key, value)  # any host may have overwritten the value
                 ranks = [*self._missing, *self._members]
             for rank in ranks:
                 if (message := self._message_of(rank)) is not None and not self._heard(rank, message):
                     return
-            # Check after reading their messages: if this process was stopped or busy, the nodes are not to blame.
+            # Read all messages before this check: if this process was stopped or busy, no node must count as lost.
             if sweep:
                 swept = time.monotonic()
                 if not self._check_members():
                     return
 
     def refuse(self, reason: str, seconds: float) -> None:
-        """Notify launchers that connect within ``seconds`` that node 0 refused its command line; instead of ``run``."""
+        """Notify launchers that connect within ``seconds`` that node 0 refused its command line; replaces ``run``."""
         self._open({"refused": reason})
         until = time.monotonic() + seconds
         while self._missing and time.monotonic() < until:
             self._missing.difference_update(self._rung())
 
     def _open(self, more: dict[str, Any]) -> None:
-        """Publish the description of the launch; ``more``: fields in addition to the common ones."""
+        """Write the description of the launch to the key ``job``; ``more``: additional fields."""
         plan = self._plan
         job = {
             "nnodes": plan.nnodes,
@@ -132,7 +132,9 @@ class Host:
     def announce_end(
         self, store: Store, reason: str, code: int, without: Sequence[int] = (), gone: Collection[int] = ()
     ) -> None:
-        """Make all other nodes stop with ``code``, through the connection ``store``; wait until they have read it.
+        """Write the key ``end`` through the connection ``store``: all other nodes then stop with ``code``.
+
+        Wait up to SEEN_SECONDS until all live nodes have read the key.
 
         ``without``: nodes that the next start leaves out; ``gone``: nodes that are lost.
         """
@@ -152,9 +154,9 @@ class Host:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _rung(self) -> list[int]:
-        """Wait one beat for the bell; return the rank in its message if it is a known node's, else an empty list.
+        """Wait up to BEAT_SECONDS for a rank in the queue ``bell``; return a list of that rank.
 
-        The rank is not authenticated.
+        The list is empty if no rank came, or if no awaited or live node has that rank.  The rank is not authenticated.
         """
         try:
             rank = int(self._store.queue_pop(PREFIX + "bell"))
@@ -181,7 +183,7 @@ class Host:
                 return None
             return message
         except Unproved as error:
-            why = f"{error}; if it is yours, {SHARE_A_SECRET}"
+            why = f"{error}; if that author is your launcher, {SHARE_A_SECRET}"
             self._note(rank, "proof", f"a message for node {rank} is ignored: {why}")
         except (ValueError, TypeError, KeyError) as error:
             self._note(rank, "form", f"a message for node {rank} is ignored: {one_line(error)}")
@@ -193,7 +195,7 @@ class Host:
             self._tell(self._events.note, text)
 
     def _heard(self, rank: int, message: dict[str, Any]) -> bool:
-        """Handle a new message; return False if the launch cannot be completed."""
+        """Process a new message of node ``rank``; return False if the launch cannot be completed."""
         try:
             if rank in self._missing:
                 return self._newcomer(rank, message)
@@ -231,7 +233,7 @@ class Host:
         if (door := message.get("door")) is not None:
             self._tell(self._events.welcomed, rank, address_from(door))
         self._put(f"welcome/{rank}", {"nonce": message["nonce"]})
-        # If there may be a witness, which must know all nodes, wait for all nodes; else only for nodes with candidates.
+        # A witness must know all nodes: if there may be one, wait for all nodes, else only for nodes with candidates.
         awaited = self._missing if self._places.get(0, {}).get("kind") else {*self._hosting} & self._missing
         if plan.control_plane and not awaited and not self._announced and not self._announce_candidates():
             return False

@@ -34,8 +34,8 @@ from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Seconds before the next start of a candidate, by the number of its consecutive processes that lived less than SOON
-seconds."""
+"""Pause before the next start of a candidate, in seconds.  The index is the number of the candidate's latest
+consecutive processes that lived less than SOON seconds."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
 """Seconds after a candidate's exit in which the launcher's session usually learns whether the run has ended."""
@@ -50,7 +50,7 @@ class Shared:
     lease: Path | None
     """Path of the lease; None: the run has none."""
     slack: int
-    """Most workers by which two nodes may differ; see ``leadership.standing``."""
+    """Largest difference between the numbers of workers of two nodes; see ``leadership.standing``."""
     witness: Scope | None
     """Witness, which confirms to this candidate which nodes are off; None for candidates added during the run."""
     witnessed: bool
@@ -83,13 +83,13 @@ class CandidateCommand:
         command += ["--witnessed"] * self.shared.witnessed
         opened = [os.open(os.devnull, os.O_WRONLY)]
         try:
-            if self.shared.witness is not None:  # too long for a command line if there are many nodes
+            if self.shared.witness is not None:  # the scope of many nodes is too long for a command line
                 opened.append(memory_file("recover-witness"))
                 with open(opened[1], "w", encoding="utf-8", closefd=False) as scope:
                     json.dump(self.shared.witness.to_json(), scope)
                 os.lseek(opened[1], 0, os.SEEK_SET)
                 command += ["--witness-fd", str(opened[1])]
-            # The candidate shares the launcher's stderr, so that the user sees its errors (a failing disk, a bug).
+            # The candidate shares the launcher's stderr, so that the user sees errors of the candidate.
             inherited = [listener.fileno(), *opened[1:]]
             return spawn(command, self.environment, opened[0], sys.stderr.fileno(), inherit=inherited, deaf=True)
         finally:
@@ -108,7 +108,7 @@ class HostedCandidate:
     _command: CandidateCommand
     _listener: socket.socket
     _agent: NodeAgent | NoAgent
-    """The launcher's session, which knows whether the run has ended and needs no new candidate."""
+    """Session of the launcher with the coordinator; after the end of the run, no new candidate is started."""
     _say: Callable[[str], None]
     _timer: Timer | None = None
     _soon: int = 0
@@ -119,7 +119,7 @@ class HostedCandidate:
         self._run()
 
     def close(self) -> None:
-        """Start no more processes; a running process is killed at the end of the launch."""
+        """Start no more processes of this candidate; a running process is killed at the end of the launch."""
         if self._timer is not None:
             self._timer.cancel()
         if self._process is not None:
@@ -128,7 +128,7 @@ class HostedCandidate:
         self._listener.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the running process, if any, has ended, at most ``seconds``."""
+        """If a process of the candidate is running, wait at most ``seconds`` until it has ended."""
         if self._process is not None:
             self._process.wait(seconds)
 
@@ -142,7 +142,7 @@ class HostedCandidate:
         what = f"candidate coordinator {self._command.number} (pid {self._process.pid}) {has_ended(status)}"
         self._process = None
         if status in _OF_RUNS:
-            self._listener.close()  # or clients that connect would wait for an answer
+            self._listener.close()  # otherwise clients would wait in the backlog
             self._timer = self._loop.call_later(LAST_WORD_SECONDS, lambda: self._agent.run_over(status, what))
             return
         if time.monotonic() - self._started >= SOON:
@@ -150,10 +150,10 @@ class HostedCandidate:
         self._again(what, LAST_WORD_SECONDS if status > 0 else 0.0)
 
     def _again(self, what: str, at_least: float, why_not: str = "") -> None:
-        """Schedule the next process.
+        """Schedule the start of the next process of this candidate.
 
         ``what``: how the last process ended; ``at_least``: shortest pause in seconds; ``why_not``: suffix of the log
-        line that tells why the last attempt to start a process failed.
+        line with the reason why the last start failed.
         """
         pause = max(at_least, PAUSES[min(self._soon, len(PAUSES) - 1)])
         self._soon += 1
@@ -194,7 +194,8 @@ class ExporterProcess:
     _say: Callable[[str], None]
     _process: Child | None = None
     _to: int = -1
-    """Pipe that notifies the exporter of the end of the launch; not a signal: SLURM signals every process of a step."""
+    """Pipe through which the exporter learns the end of the launch.  A signal would not do, because SLURM signals every
+    process of a step."""
 
     def start(self, variables: Mapping[str, str]) -> None:
         """Start the exporter, if the script's flags request it and this node must run it.
@@ -206,7 +207,7 @@ class ExporterProcess:
         if not here or not (flags := _flags(plan)):
             return
         if plan.log_dir is None:
-            self._say("no metrics and events of this run: they need its log files; start recover-run with --log-dir")
+            self._say("metrics and events are not exported: this needs log files; start recover-run with --log-dir")
             return
         command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
         end, self._to = os.pipe()
@@ -216,7 +217,7 @@ class ExporterProcess:
             errors = sys.stderr.fileno()
             started = spawn(command, environment, errors, errors, inherit=[end], deaf=True)
         except OSError as error:
-            self._say(f"no metrics and events of this run: their process cannot be started ({error})")
+            self._say(f"metrics and events are not exported: the exporter cannot be started ({error})")
             return
         finally:
             os.close(end)
@@ -225,8 +226,8 @@ class ExporterProcess:
     def end(self, how: tuple[int | None, str] | None) -> None:
         """Notify the exporter of the end of the run, and wait up to END_SECONDS until the exporter has reported it.
 
-        ``how``: exit code and reason; None: this launcher does not know them.  A coordinator's report has priority for
-        the exporter, but before the training begins no coordinator leads.
+        ``how``: exit code and reason; None: this launcher does not know them.  The exporter prefers the report of a
+        coordinator, but none leads before the training begins.
         """
         if self._process is not None:
             message = None if how is None else {"code": how[0], "reason": how[1][:MOST_REASON]}
@@ -234,7 +235,7 @@ class ExporterProcess:
                 os.write(self._to, json.dumps(message).encode())
             self._process.wait(END_SECONDS)
             self._process.forget()
-            self._process = None  # if it still runs, it is killed at the end of the launch
+            self._process = None  # a running exporter is killed at the end of the launch
 
     def _ended(self, status: int) -> None:
         assert self._process is not None

@@ -1,6 +1,6 @@
 """Lease and witness of a launch on several nodes: find out at the start whether the candidates can use them.
 
-The lease (membership/io/lease.py) is tested: node 0 writes a random word to PATH.try, as a lease is taken.  Every other
+The lease (membership/io/lease.py) is tested: node 0 creates PATH.try with a random word in it.  Every other
 node with a candidate tries to create the same file: the storage must refuse that, and the node must read the word and
 report it to node 0 when it joins.  This proves that all nodes see one folder, in which two hosts cannot create the same
 file.  If the storage does not answer in time, there is no lease.
@@ -29,7 +29,7 @@ TRY_SECONDS = 5.0
 
 
 def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
-    """Return the path of the lease's files on this node, without the number at its end; None if there is no lease."""
+    """Return the common beginning of the paths of the lease's files on this node; None if the launch has no lease."""
     if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
         return None
     place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
@@ -37,12 +37,12 @@ def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
 
 
 def slack_of(plan: LaunchPlan) -> int:
-    """Return the most workers by which two nodes that have a live worker may differ (``leadership.standing``)."""
+    """Return the largest difference between the numbers of workers of two live nodes (``leadership.standing``)."""
     return plan.nproc_per_node - 1 + plan.spares
 
 
 def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
-    """Test the lease on a node other than 0; return the report to node 0: the word, or the reason for a failure."""
+    """Test the lease on a node other than 0; return its report to node 0: {"word": ...} or {"reason": ...}."""
     path = lease_path(plan, run_id)
     if path is None:
         return {"reason": why_no_lease(plan)}
@@ -62,10 +62,10 @@ def why_no_lease(plan: LaunchPlan) -> str:
 
 
 class LeaseTrial:
-    """Node 0's part of the test of the lease."""
+    """Test of the lease on node 0; other nodes call ``try_lease``."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        """Write the word to the storage, in at most ``TRY_SECONDS`` seconds."""
+        """Write a random word to the storage, waiting at most ``TRY_SECONDS`` seconds."""
         self._plan = plan
         self._path = lease_path(plan, plan.run_id)
         self._word = secrets.token_hex(16)
@@ -87,7 +87,7 @@ class LeaseTrial:
             if not isinstance(answer, dict) or answer.get("word") != self._word:
                 reason = answer.get("reason") if isinstance(answer, dict) else None
                 return f"node {rank}: {str(reason or 'it does not see the folder of node 0')[:300]}"
-        if self._path is not None:  # a node that joins later finds this file only if it sees the same folder
+        if self._path is not None:  # shows nodes that join later that they see the same folder
             _within(partial(self._path.touch, mode=0o600))
         return ""
 
@@ -101,7 +101,7 @@ class LeaseTrial:
 
 
 def lease_is_here(path: Path) -> str:
-    """Return why this node, which joins later, cannot use the lease; empty if it sees node 0's file at ``path``."""
+    """Return why a node that joins the run cannot use the lease; empty if it sees node 0's file at ``path``."""
     answer = _within(lambda: {} if path.exists() else {"reason": f"{path} does not exist"})
     return answer.get("reason", "")
 
@@ -112,7 +112,7 @@ def _trial(path: Path | None) -> Path:
 
 
 def _within(attempt: Callable[[], dict[str, str] | None]) -> dict[str, str]:
-    """Return the result of ``attempt``, run in a thread, or the reason if it fails or takes over TRY_SECONDS."""
+    """Return the result of ``attempt``, or a reason if it fails or takes longer than TRY_SECONDS.  Runs a thread."""
     answer: dict[str, str] = {"reason": f"the storage has not answered for {TRY_SECONDS:g} s"}
 
     def run() -> None:
@@ -132,7 +132,7 @@ CALLED = {SLURM: "SLURM's controller", KUBERNETES: "Kubernetes' API server"}
 
 
 def place_of(kind: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> str:
-    """Return the name by which a witness of this kind knows this node; empty if the environment does not show one."""
+    """Return the name of this node in the system ``kind``; empty if the environment does not contain the name."""
     if kind == SLURM:
         return environ.get("SLURMD_NODENAME", "") if "SLURM_JOB_ID" in environ else ""
     name, uid, namespace = environ.get("POD_NAME"), environ.get("POD_UID"), environ.get("POD_NAMESPACE")

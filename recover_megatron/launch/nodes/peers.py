@@ -4,9 +4,9 @@ The launchers of a launch exchange messages through the store, under ``recover/l
 
     key                      written by     meaning
     job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id"}
-    node/R                   node R > 0     all messages of node R so far: its identity, the addresses of its door and
-                                            its candidate, its refusal, its failure, the ends of its workers; and a
-                                            count that grows every BEAT_SECONDS while the launcher is live
+    node/R                   node R > 0     all messages of node R so far: its identity, the addresses of its door (a
+                                            listening socket) and its candidate, its refusal, its failure, the ends of
+                                            its workers; and a count that grows every BEAT_SECONDS while node R is live
     bell                     nodes R > 0    queue of ranks R, which wakes node 0 to read node/R; not trusted
     welcome/R                node 0         {"nonce"}: nonce of the first launcher that joined as node R
     coordinators             node 0         {"addresses", "lease", "witness"}: the candidates' addresses in order,
@@ -58,23 +58,23 @@ from recover_megatron.membership.records import EXIT_NO_REPLICA, Settings, range
 from recover_megatron.membership.wire import Secret
 
 REPORT_SECONDS = 10.0
-"""Most seconds that a node other than 0 waits until its report is in the store."""
+"""Most seconds that a node other than 0 waits at its end until the report to node 0 is in the store."""
 LAST_WORD_SECONDS = 0.5
-"""Seconds between the end of another launcher and the reaction to it: its last message may still arrive and name the
-cause."""
+"""Seconds to wait after the end of another launcher for the last message of that launcher, which may name the cause."""
 FAILURE_SECONDS = 5.0
-"""Most seconds that a launcher that ends the launch takes to notify the others."""
+"""Most seconds that a launcher spends on notifying the others that it ends the launch."""
 
 
 REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
-"""Most seconds that a launcher that has refused its command line waits for the others to be reachable, and in total."""
+"""Time limits, in seconds, for a launcher that has refused its command line: until it reaches the other launchers, and
+for the complete notification."""
 
 
 def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
     """Notify the other launchers, which would wait until the rendezvous timeout, that this launcher takes no part.
 
-    ``listener``: the store's socket, on node 0; None: this is another node, which notifies node 0, which ends the
-    launch.  The wait is short, because usually all launchers have refused for the same reason.
+    ``listener``: the store's socket, on node 0.  None: this is another node; it notifies node 0, and node 0 ends the
+    launch.  The wait is short, because usually all launchers refuse for the same reason.
     """
     no_events: Any = SimpleNamespace(note=None)
 
@@ -92,7 +92,7 @@ def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socke
 
 
 class Line:
-    """Connection to another launcher without messages, by which the kernel reports that launcher's end or silence.
+    """Idle connection to another launcher: the kernel reports the end of that launcher or the silence of its host.
 
     ``lost`` is called once, in the main thread: with True if the other launcher's process has ended, with False if its
     host has not answered keepalive probes for ``seconds`` (the host of a stopped process still answers).  If no
@@ -135,7 +135,7 @@ class PeerEvents(Protocol):
     """Reactions of this launcher to events of other launchers, called in the main thread unless stated otherwise."""
 
     def start_workers_if_ready(self) -> None:
-        """Start the workers if all else is ready; called when this node takes part and ``Peers.run_id`` is set."""
+        """Start the workers if everything else is ready; called when node 0 has admitted this node."""
 
     def start_control_plane(self, candidates: Candidates) -> None:
         """Start the control plane of several nodes; called when all candidate coordinators are known."""
@@ -147,17 +147,18 @@ class PeerEvents(Protocol):
         """Return whether the run is under way with workers of this node; may be called in any thread."""
 
     def store_failed(self, reason: str) -> None:
-        """Handle the failure to serve this node's store."""
+        """Stop the launch if the training has not begun, because this node cannot serve the store."""
 
     def peers_ended(self) -> None:
-        """Finish, because no other node needs this launcher; called only after ``own_workers_ended`` returned True."""
+        """Finish, because no other node needs this launcher; called only if ``own_workers_ended`` returned True."""
 
 
 @dataclass(eq=False)
 class Peers:
-    """View of the other launchers from this launcher; created once per launch.
+    """Coordination with the launchers of the other nodes; created once per launch.
 
-    Its threads report ``NodeEvents``, which it handles in the main thread.
+    Threads exchange messages through the store and report ``NodeEvents``, to which this object reacts in the main
+    thread.
     """
 
     _loop: EventLoop
@@ -165,9 +166,9 @@ class Peers:
     secret: InitVar[Secret | None]
     """Secret of the job; None if the launchers share none."""
     _listener: socket.socket | None
-    """Socket of the store, on node 0, until the store is served; else None."""
+    """On node 0: listening socket of the store, until the store is served; else None."""
     _launcher_lost: Callable[..., None]
-    """Callback for a lost node; arguments: its description, the log line if the training has begun, its rank."""
+    """Callback for a lost node; arguments: description of the node, log line if the training has begun, rank."""
     _say: Callable[[str], None]
     _events: PeerEvents
 
@@ -184,12 +185,12 @@ class Peers:
         self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
         self._timer: Timer | None = None
-        # NodeEvents that other objects, or other methods, handle.
+        # These callbacks of NodeEvents are implemented by other methods or other objects.
         self.note, self.delivered = self._say, self._stop_waiting
         self.coordinators, self.failed = self._events.start_control_plane, self._events.stop_with_peers
         self.store_failed, self.goes_on = self._events.store_failed, self._events.goes_on
         self._seal = Seal(secret)
-        self._store: Store | None = None  # keeps the server alive
+        self._store: Store | None = None  # this reference keeps the server alive
         self._guest = Guest(plan, self._seal, self, self._tell)
         self._host: Host | None = None
         self._telling: list[threading.Thread] = []
@@ -207,7 +208,7 @@ class Peers:
             self._loop.call_later(WAITING_SECONDS, self._on_waiting)
 
     def serve_store(self) -> None:
-        """Start to serve the store, on node 0, at the first call.
+        """On node 0, start to serve the store, at the first call only.
 
         Call it after the workers were started: they import torch while this launcher imports it.
         """
@@ -218,7 +219,7 @@ class Peers:
     def own_workers_ended(self, outcomes: list[ExitOutcome]) -> bool:
         """Report the ends of this node's workers; return True if this launcher must stay until ``peers_ended``.
 
-        Node 0 must stay while other nodes have workers; another node, until its report is delivered.
+        Node 0 must stay while other nodes have workers; another node must stay until its report is delivered.
         """
         if self._plan.node_rank > 0 and not self._store_lost:
             self._run(partial(self._deliver, {"report": outcomes}))
@@ -253,7 +254,7 @@ class Peers:
         self._events.start_workers_if_ready()
 
     def _node_0_silent(self, ended: bool) -> None:
-        if not ended:  # else ``store_lost`` reports it: the store ends with node 0's launcher
+        if not ended:  # if its launcher has ended, ``store_lost`` reports that
             self._gone.add(0)
             self._launcher_lost(f"node 0 (its host has not answered for {self._silence:g} s)")
 
@@ -311,7 +312,7 @@ class Peers:
     # --- watching and waiting ---
 
     def _watch_store(self) -> None:
-        """Check the time of the store's last answer: if node 0's host loses power, store operations only hang."""
+        """Report the store as lost after a long silence: if node 0's host loses power, store operations only hang."""
         silence = time.monotonic() - self._guest.heard
         if silence > LOST_SECONDS and not self._store_lost:
             self._silent = True
@@ -372,7 +373,7 @@ class Peers:
             self._tell(self.store_failed, f"the store cannot be served: {one_line(error)}")
 
     def _deliver(self, words: dict[str, Any]) -> None:
-        # A separate connection, because the one of ``run`` is blocked in a wait.
+        # Use a separate connection, because ``Guest.run`` blocks its own connection in a wait.
         try:
             self._guest.say(join_store(self._plan.master_addr, self._plan.master_port), words)
         except RuntimeError as error:

@@ -212,25 +212,25 @@ def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
 
 
 class NodeEvents(Protocol):
-    """Events from the threads that talk to the other launchers; the event loop calls them in the main thread."""
+    """Callbacks for messages of other launchers; threads send them through the event loop to the main thread."""
 
-    def note(self, text: str) -> None: ...  # log this line
+    def note(self, text: str) -> None: ...  # log ``text``
     def failed(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None: ...  # this node must stop;
     # ``without``: if ``code`` is START_AGAIN, the nodes that the next start leaves out
     def coordinators(self, candidates: Candidates) -> None: ...  # the addresses of all candidates are known
 
-    # Node 0.
+    # The following callbacks are called on node 0 only.
     def store_failed(self, reason: str) -> None: ...  # the store cannot be served
-    def welcomed(self, node_rank: int, door: Address) -> None: ...  # a node takes part, and listens at ``door``
-    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None: ...  # the ends of a node's workers
-    def node_lost(self, node_rank: int) -> None: ...  # a launcher is silent, without a report
-    def node_back(self, node_rank: int) -> None: ...  # a lost launcher has written again
+    def welcomed(self, node_rank: int, door: Address) -> None: ...  # node 0 has admitted a node with this door
+    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None: ...  # a node reports its workers' ends
+    def node_lost(self, node_rank: int) -> None: ...  # a launcher has been silent for too long
+    def node_back(self, node_rank: int) -> None: ...  # a launcher that counted as lost has written again
 
-    # Other nodes.
-    def accepted(self, run_id: str) -> None: ...  # this node takes part in the run
+    # The following callbacks are called on other nodes.
+    def accepted(self, run_id: str) -> None: ...  # node 0 has admitted this node
     def store_lost(self, reason: str) -> None: ...  # the store of node 0 is lost or unreachable
     def store_back(self) -> None: ...
-    def goes_on(self) -> bool: ...  # whether the run is under way with workers of this node; in any thread
+    def goes_on(self) -> bool: ...  # True if the run is under way with workers of this node
     def delivered(self) -> None: ...  # this node's report is in the store, or the store is lost
 
 
@@ -238,7 +238,7 @@ _LONGEST = 1024 * 1024
 
 
 class Unproved(ValueError):
-    """Error for a value that must not be trusted, because no launcher of this run has written it."""
+    """Error for a value in the store that no launcher of this run has written."""
 
 
 class Seal:
@@ -265,19 +265,19 @@ class Seal:
         return json.dumps({"text": text, "mac": self._mac(key, run_id, text)})
 
     def open(self, key: str, run_id: str, data: bytes) -> Any:
-        """Return the value in ``data``.  Raises ``Unproved`` if its MAC is wrong, ValueError if it is not sealed."""
+        """Return the value in ``data``.  Raises ``Unproved`` if the MAC is wrong, ValueError if there is no seal."""
         if len(data) > _LONGEST:
-            raise ValueError(f"a value of {len(data)} bytes")
+            raise ValueError(f"the value is too long: {len(data)} bytes")
         try:
             wrapped = json.loads(data)
             text, mac = wrapped["text"], wrapped["mac"]
             if not isinstance(text, str) or not isinstance(mac, str):
-                raise ValueError("not a launcher's value")
+                raise ValueError("the value does not have the format of a launcher's value")
             if self._key is not None and not connection.proves(mac, self._mac(key, run_id, text)):
                 raise Unproved("its author does not have the job's secret")
             return json.loads(text)
         except (TypeError, KeyError, RecursionError, UnicodeDecodeError, UnicodeEncodeError) as error:
-            raise ValueError("not a launcher's value") from error
+            raise ValueError("the value does not have the format of a launcher's value") from error
 
     def peek(self, data: bytes) -> Any:
         """Return the value in ``data`` without checking its MAC, to explain a refusal.  Raises ValueError."""

@@ -1,4 +1,4 @@
-"""Dying workers: how a death is noticed before the process has gone, and when it may be reported.
+"""Early notice of a worker's death, before the kernel has freed the process, and the rule for reporting the death.
 
 ::
 
@@ -7,8 +7,8 @@
                                                              '--the mutex is released--> DYING
 
 A worker is DYING once the kernel has sent SIGKILL to each of its threads; otherwise (``Ending.goes_on``) the launcher
-sends SIGKILL before it reports the death.  docs/membership.md explains why this counts as a death, and what must still
-wait for the pidfd.
+sends SIGKILL before it reports the death.  docs/membership.md explains why this counts as a death, and which
+actions must still wait for the pidfd.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ UNKNOWN = "killed or exited: the kernel has not reported yet which"
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a process that is dying, but has not been freed by the kernel yet."""
+    """End of a process that is dying, but that the kernel has not freed yet."""
 
     code: int | None
-    """Exit code, or minus the signal; None: the kernel does not report it yet (before Linux 5.17, only at the end)."""
+    """Exit code, or minus the signal number; None if the kernel does not report it yet.  Before Linux 5.17 it is
+    reported only when the process has ended."""
     writes_core: bool = False
     """True if the kernel writes the process's memory to a core before it frees the memory, which may take minutes."""
     goes_on: bool = False
@@ -55,7 +56,7 @@ class Ending:
 
 def ending(pid: int) -> Ending:
     """Return the end of the process ``pid``, whose robust mutex was released."""
-    for _ in range(3):  # the first thread may have ended before the others have begun to exit
+    for _ in range(3):  # the thread with the mutex may end before other threads begin to exit
         try:
             state, flags, status = _stat(pid)
             exiting = flags & _PF_EXITING or _has_sigkill(pid)
@@ -95,7 +96,7 @@ def _has_sigkill(pid: int) -> bool:
 
 @dataclass
 class FatalError:
-    """Finds the report of Python's faulthandler about a fatal signal in one of a worker's output streams."""
+    """Finds the report of Python's faulthandler about a fatal signal in an output stream of a worker."""
 
     _on_first_line: Callback
     _text: bytes = b""
@@ -103,7 +104,7 @@ class FatalError:
 
     @property
     def text(self) -> str:
-        """Return the first line of the report and the innermost Python frame; empty if there was no report."""
+        """Return the first line of the faulthandler's report and the innermost Python frame; empty without a report."""
         return self._text.decode(errors="replace")
 
     def take(self, lines: Iterable[bytes]) -> None:
@@ -130,10 +131,10 @@ class ProcessWatch:
     _watch: DeathWatch | None
     _pid: int = 0
     _over: bool = False
-    """True if nothing is reported any more: the death was reported, or the watch was closed."""
+    """True after the death was reported or the watch was closed: no further event is reported."""
 
     def begin(self, pid: int) -> None:
-        """Begin to watch the worker's process, which has been started."""
+        """Start to watch the worker's process ``pid``; call it after the process was started."""
         self._pid = pid
         if self._watch is not None:
             self._watch.begin(partial(self._loop.call_from_thread, self._released))
@@ -144,7 +145,7 @@ class ProcessWatch:
             self._look(FIRST_LOOK_SECONDS, LOOKS_SECONDS)
 
     def fence(self, end: Ending) -> None:
-        """Send SIGKILL to the worker's process group; if it runs under a wrapper, which must live, to the worker only.
+        """Send SIGKILL to the worker's process group, or only to the worker if it has a wrapper, which must live.
 
         While a core is written, send nothing, because SIGKILL would truncate the core.  Raises OSError if SIGKILL
         cannot be sent.
@@ -152,7 +153,7 @@ class ProcessWatch:
         if end.writes_core:
             return
         if self._holder == self._pid:
-            os.killpg(self._pid, signal.SIGKILL)  # not reaped yet: no other process can have its pid
+            os.killpg(self._pid, signal.SIGKILL)  # the pid of an unreaped process is not reused
         elif self._watch is not None:
             self._watch.kill_holder()
 

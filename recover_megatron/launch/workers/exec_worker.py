@@ -2,7 +2,7 @@
 
 An isolated interpreter (``python -I -S``) runs this file, which imports nothing of the package.  Arguments: the
 launcher's pid, then the command.  The parent-death signal survives exec.  If the launcher died before the signal was
-set, this process has another parent already, and exits.
+set, this process has another parent, and exits.
 """
 
 import ctypes

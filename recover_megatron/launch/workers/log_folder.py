@@ -33,7 +33,7 @@ from recover_megatron.membership.wire import SECRET_FILE
 LOCK_FILE = "launch.lock"
 ORDER_FILE = LOCK_FILE + ".order"
 ENDING_SECONDS = 8.0
-"""Seconds to wait for the folder of a run that has ended: launchers of other nodes may hold it a little longer."""
+"""Seconds to wait for the folder of a run that has ended, because launchers of other nodes may still hold it."""
 LONGEST_REASON = 1000
 _LOOK_SECONDS = 0.25
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -41,7 +41,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Claim:
-    """Content of the lock file: describes the run that uses the folder, or used it last."""
+    """Content of the lock file: the run that uses the folder or, if no run uses it, the last run that did."""
 
     pid: int
     host: str
@@ -56,7 +56,7 @@ class Claim:
     code: int | None = None
     """Exit code of the run's first launcher; None: the run has not ended, or is about to start again."""
     reason: str = ""
-    """Reason why the run has ended, as its first launcher knows it."""
+    """Reason of the run's end, as the first launcher of the run has recorded it."""
 
     @property
     def job(self) -> tuple[str, int, int]:
@@ -97,7 +97,7 @@ class FolderLock:
     mine: Claim  # describes this launcher and its run
     say: Callable[[str], None]  # logs warnings
     option: str = "--log-dir"
-    """Flag that named the folder."""
+    """Flag of the command line that names the folder."""
     needed: bool = True
     """False: if the lock file cannot be opened (the folder is read-only or missing), warn and continue without it."""
     held: bool = field(default=False, init=False)
@@ -115,19 +115,19 @@ class FolderLock:
         return self._opened(self._take)
 
     def check(self) -> str | None:
-        """Check that the folder is free, or held by a launch that may be this launcher's: same size and port."""
+        """Check that the folder is free, or held by a launch with the same number of nodes and port as this launch."""
         return self._opened(self._check)
 
     def share(self, run_id: str) -> str | None:
-        """Hold the folder for the run ``run_id``, if the folder is free or held by a launcher of that run."""
+        """Hold the folder for the run ``run_id``, if the folder is free or another launcher of that run holds it."""
         return None if self.held else self._opened(lambda: self._share(self.run_id or run_id))
 
     def join(self, own_id: str) -> str | None:
-        """Choose the run for which ``share`` will hold the folder: the run that uses it; ``own_id`` if it is free."""
+        """Choose the run for which ``share`` will hold the folder: the run that uses it, or else ``own_id``."""
         return self._opened(lambda: self._join(own_id))
 
     def end(self, code: int | None, reason: str) -> None:
-        """Record the end of the run that this launcher created; ``code`` None: it starts again.  Raises OSError."""
+        """Record the end of the run that this launcher created; ``code`` None: a new start follows.  Raises OSError."""
         if self.held and (claim := self._read()) and claim.is_by(self.mine):
             self._write(replace(claim, ended=True, code=code, reason=reason[:LONGEST_REASON]))
 
@@ -162,7 +162,7 @@ class FolderLock:
                     self._claim(self.mine, claim)
                     self.goes_on = False
                     return None
-            # If node 0's launcher was started again, the other launchers of its earlier run end soon, or continue it.
+            # If node 0's launcher was started again, other launchers of the earlier run end soon, or continue that run.
             self.goes_on = bool(claim and not claim.ended and claim.job == self.mine.job and self.mine.nnodes > 1)
             patience = 2 * ENDING_SECONDS if self.goes_on else ENDING_SECONDS if claim and claim.ended else 0.0
             if time.monotonic() >= begun + patience:
@@ -196,7 +196,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def _look(self) -> Iterator[tuple[bool, Claim | None]]:
-        """Yield whether the folder is free, and its claim; no other launcher tests or takes the lock meanwhile.
+        """Yield whether the folder is free, and its claim.  Until the exit, no other launcher tests or takes the lock.
 
         On exit, this launcher keeps the lock if ``held`` is set, else releases it.
         """
@@ -206,7 +206,7 @@ class FolderLock:
             try:
                 free = self._flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not free:
-                    self._flock(self._descriptor, fcntl.LOCK_SH)  # with a lock, NFS revalidates the file
+                    self._flock(self._descriptor, fcntl.LOCK_SH)  # a lock makes NFS read the file from the server
                 yield free, self._read()
             finally:
                 self._flock(self._descriptor, fcntl.LOCK_SH if self.held else fcntl.LOCK_UN)
@@ -217,7 +217,7 @@ class FolderLock:
         return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def _flock(self, descriptor: int, kind: int) -> bool:
-        """Change the lock to ``kind``; return False if another lock prevents it.  Without locks, warn once: True."""
+        """Change the lock to ``kind``.  Return False if another lock prevents it; True if the disk has no locks."""
         try:
             fcntl.flock(descriptor, kind)
         except BlockingIOError:
@@ -265,8 +265,8 @@ class SecretFile:
     """DIR/secret: the secret that a launch generated, stored for recover-status of the same user.
 
     A secret that the user chose is never written.  The file has mode 0600 from its first byte on and gets its name when
-    it is complete; a link of that name is replaced, not followed.  The file is removed at the end of the launch; if a
-    launcher is killed, by the next launch: until then it is useless, because its secret was valid for one launch only.
+    it is complete; a link of that name is replaced, not followed.  The file is removed at the end of the launch or, if
+    the launcher was killed, by the next launch.  A leftover file is useless: its secret was valid for one launch only.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -275,12 +275,12 @@ class SecretFile:
         self.writing = BackgroundWriter(str(self._path), say)
 
     def write(self, secret: str) -> None:
-        """Write the file, which exists when this returns, unless the disk fails or is too slow."""
+        """Write the file.  It exists when this method returns, unless the disk fails or is too slow."""
         self.writing.submit(lambda: _write_secret(self._path, secret), 1)
         self.writing.settle()
 
     def remove(self) -> None:
-        """Remove the file of this launch or of an earlier one."""
+        """Remove the secret file of this launch or of an earlier launch."""
         self.writing.submit(lambda: _remove_secret(self._path), 1)
 
 
@@ -292,7 +292,7 @@ def _write_secret(path: Path, secret: str) -> None:
     try:
         try:
             if os.fstat(descriptor).st_mode & 0o077:
-                raise PermissionError(0, "this file system does not protect it from other users")
+                raise PermissionError(0, "this file system does not protect the file from other users")
             os.write(descriptor, secret.encode() + b"\n")
         finally:
             os.close(descriptor)
@@ -345,9 +345,9 @@ class WorkersFile:
         self.writing = BackgroundWriter(str(folder / WORKERS_FILE), say)
 
     def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
-        """Merge ``workers``, all of this launcher, into the file, and wait until it is written if the disk is well."""
+        """Merge all ``workers`` of this launcher into the file; wait for the write unless the disk is slow or fails."""
         self._latest = (run_id, {worker.worker_id: asdict(worker) for worker in workers})
-        if self.writing.left < 2:  # one job that is writing now, and one that will write the latest state
+        if self.writing.left < 2:  # at most one job that writes now, and one that will write the latest state
             self.writing.submit(self._write, 1)
         self.writing.settle()
 
@@ -365,7 +365,7 @@ class WorkersFile:
             temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
             temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")
             os.replace(temporary, path)
-            if not same_run:  # last: until then, a launcher drops the entries
+            if not same_run:  # written last: until then, the entries are ignored
                 lock.seek(0)
                 lock.truncate()
                 print(run_id, end="", file=lock, flush=True)
@@ -387,7 +387,7 @@ class LogFolder:
         self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None],
         other_locks: Sequence[FolderLock] = (),
     ) -> None:  # fmt: skip
-        """Write nothing yet.  ``lock``: of ``folder``; ``other_locks``: of other folders; ``say``: logs disk errors."""
+        """Write nothing yet.  ``lock``: lock of ``folder``; ``other_locks``: more locks; ``say`` logs disk errors."""
         self._lock = lock
         self._say = loop.from_thread(say)
         self._locks = [held for held in (lock, *other_locks) if held]
@@ -406,7 +406,7 @@ class LogFolder:
         return log
 
     def write_workers(self, run_id: str, workers: Sequence[WorkerProcess]) -> bool:
-        """Update workers.json.  Return False, having written nothing, if the folder is not held yet: call it again."""
+        """Update workers.json.  Return False, without writing, if the folder is not held yet: call it again later."""
         if self._lock is not None and not self._lock.held:
             return False
         if self._workers_file is not None:
@@ -420,7 +420,7 @@ class LogFolder:
             self._secret_is_ours = True
 
     def forget_secret(self) -> None:
-        """Remove the file with the secret of an earlier launch, if that was killed and left one."""
+        """Remove the secret file that an earlier launch has left because its launcher was killed."""
         if self._secret_file is not None:
             self._secret_file.remove()
 
@@ -438,7 +438,7 @@ class LogFolder:
                 self._secret_file.remove()
             files.append(self._secret_file.writing)
         for lock in self._locks:
-            end_job = BackgroundWriter("", lambda text: None)  # a separate one: a hanging disk blocks no other file
+            end_job = BackgroundWriter("", lambda text: None)  # one per lock: a hanging disk blocks no other file
             end_job.submit(partial(lock.end, code, reason), 1)
             files.append(end_job)
         flush_all(files)

@@ -23,7 +23,7 @@ Callback = Callable[[], object]
 
 
 class Timer:
-    """Pending call, which ``cancel`` drops if it is not due yet."""
+    """Call scheduled by ``EventLoop.call_later``; ``cancel`` prevents it if it has not been made yet."""
 
     def __init__(self, due: float, callback: Callback) -> None:
         self.due = due
@@ -63,17 +63,17 @@ class EventLoop:
         return timer
 
     def call_from_thread(self, callback: Callback) -> None:
-        """Make the loop call ``callback``, unless it is closed; may be called in any thread."""
+        """Make the loop call ``callback``, unless the loop is closed.  May be called in any thread."""
         if self._closed:
             return
         self._calls.put(callback)
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
-            return  # the pipe is full, so the loop will wake up anyway
+            return  # a full pipe wakes the loop, too
 
     def from_thread(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for other threads that makes the loop call ``callback`` with the same arguments."""
+        """Return a function for other threads: when called, it makes the loop call ``callback`` with its arguments."""
 
         def call(*args: object, **kwargs: object) -> None:
             self.call_from_thread(partial(callback, *args, **kwargs))
@@ -81,7 +81,7 @@ class EventLoop:
         return call
 
     def handle_signals(self, signals: Iterable[int], callback: Callable[[int], None]) -> None:
-        """Call ``callback`` with the number of each of ``signals`` that arrives from now on."""
+        """From now on, call ``callback`` with the signal number whenever one of ``signals`` arrives."""
         numbers = list(signals)
         self._signal_callback = callback
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
@@ -159,15 +159,16 @@ class EventLoop:
 
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _TWICE_SECONDS = 1.0
-"""Seconds within which a second SIGHUP is ignored: a closed terminal causes two, by the kernel and by the shell."""
+"""Seconds within which a second SIGHUP is ignored: when a terminal is closed, the kernel and the shell each send
+one."""
 
 
 class SignalEvents(Protocol):
-    """Reactions of the launch to signals, called in the main thread, between two other callbacks."""
+    """Reactions of the launch to signals, called by the event loop in the main thread."""
 
     def child_ended(self) -> None: ...
-    def pass_on(self, number: int) -> None: ...  # to all workers
-    def stop_asked(self, number: int) -> None: ...  # no effect if the launch is stopping already
+    def pass_on(self, number: int) -> None: ...  # forward the signal to all workers
+    def stop_asked(self, number: int) -> None: ...  # stop the launch, if it is not stopping yet
     def kill_asked(self) -> None: ...
 
 
@@ -176,7 +177,7 @@ class LaunchSignals:
 
     ::
 
-        SIGCHLD                     a child process has ended, perhaps one that lost its parent and was inherited
+        SIGCHLD                     a child process has ended, perhaps a descendant that lost its own parent
         SIGUSR1, SIGUSR2            passed on to the workers: batch systems send them before a time limit
         SIGINT, SIGTERM, SIGHUP     the first: stop the launch; a second: kill all workers at once
 
@@ -197,7 +198,7 @@ class LaunchSignals:
         return self._asked_at is not None
 
     def forget(self) -> None:
-        """Treat the next signal that stops the launch as the first."""
+        """Treat the next SIGINT, SIGTERM or SIGHUP as the first one."""
         self._asked_at = None
 
     def _arrived(self, number: int) -> None:

@@ -75,7 +75,7 @@ class Sink:
             return self._full and not self._dropping
 
     def put(self, data: bytes) -> None:
-        """Queue ``data``, complete lines, to be written as soon as possible, or drop it if the state requires that."""
+        """Queue ``data``, which is complete lines; drop it if the sink is DROPPING or the output cannot be written."""
         with self._news:
             if self._broken or not data:
                 return
@@ -93,7 +93,7 @@ class Sink:
             self._news.notify_all()
 
     def drop(self) -> None:
-        """Drop further lines until half of the queue has been written."""
+        """If the sink is FULL, drop new lines until only half of MOST_PENDING waits."""
         with self._news:
             self._dropping = self._full
 
@@ -166,7 +166,7 @@ class ConsoleFilter:
         self._quiet = newcomer
 
     def is_shown(self, line: bytes) -> bool:
-        """Return whether to show ``line``, the next line of either stream."""
+        """Return whether to show ``line``, the next line of the worker's stdout or stderr."""
         ours = line.startswith(self.OURS)
         if ours and self.PLACED in line:
             self._quiet = False
@@ -175,7 +175,7 @@ class ConsoleFilter:
 
 PARTIAL_SECONDS = 0.5
 STALL_SECONDS = 5.0
-"""Seconds that the launcher waits, before it exits, for a reader of its output that reads nothing."""
+"""Seconds that the launcher waits before its exit if its output is not read."""
 LONGEST_LINE = 64 * 1024
 LONGEST_LAST = 300
 """Most bytes kept of a worker's last line."""
@@ -189,7 +189,7 @@ class LogFile(LogWriter):
     """Log of one worker: both streams, without prefix, in order of arrival.
 
     The file of an earlier run is kept as ``<name>.old``.  A failing disk neither blocks nor terminates the launcher
-    (``log_writer``); if the disk is well, the data is on it when ``write`` returns.
+    (``log_writer``); if the disk works, the data is on it when ``write`` returns.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -200,7 +200,7 @@ class LogFile(LogWriter):
         self._last: tuple[object, bool] = (None, True)
 
     def write(self, source: object, data: bytes) -> None:
-        """Append ``data`` of the stream ``source``; before it, end an incomplete line of the worker's other stream."""
+        """Append ``data`` of the stream ``source``, after a newline if the other stream's last line is incomplete."""
         last_source, complete = self._last
         if not complete and last_source is not source:
             data = b"\n" + data
@@ -237,7 +237,7 @@ class Stream:
     fatal: FatalError
     open: bool = True
     wanted: bool = False
-    """True if the stream may be read: ``Console.read`` was called for it."""
+    """True if ``Console.read`` was called for this stream, so that the pipe may be read."""
     _held: bytes = b""
     _last: bytes = b""
     _timer: Timer | None = None
@@ -263,7 +263,7 @@ class Stream:
             self._watched = True
 
     def drain_and_close(self) -> None:
-        """Read the data that is in the pipe, and close it, even if another process still holds its writing end."""
+        """Read the data in the pipe, then close the pipe even if another process still holds its writing end."""
         drained = 0
         while self.open and drained < _MOST_DRAINED:
             count = self._read()
@@ -333,7 +333,7 @@ class Stream:
 
 
 class Console:
-    """The launcher's stdout and stderr, and all workers' streams that are shown on them."""
+    """Stdout and stderr of the launcher, and the workers' streams that are shown there."""
 
     def __init__(
         self, loop: EventLoop, highest_id: int, log_dir: Path | None, form: str = "plain", node: str = ""
@@ -372,7 +372,7 @@ class Console:
     def attach(
         self, label: str, colour: int, log: LogFile | None, on_fatal: Callback = bool, *, newcomer: bool = False
     ) -> tuple[list[Stream], int, int]:
-        """Create the two pipes of a worker.  Return its streams, and the writing ends for its stdout and its stderr.
+        """Create the two pipes of a worker.  Return the streams, and the writing ends for stdout and for stderr.
 
         ``newcomer``: see ``ConsoleFilter``; ignored without a log, because the lines would be lost.  ``on_fatal``:
         called when Python's faulthandler begins to report a fatal signal.  The caller closes the two writing ends once
@@ -428,9 +428,9 @@ class Console:
 
 
 def flush(loop: EventLoop, console: Console, given_up: Callable[[], bool], *, patient: bool) -> None:
-    """Wait until all output is written, or no more was written for STALL_SECONDS; stop early if ``given_up`` is true.
+    """Wait until all output is written, or nothing was written for STALL_SECONDS; stop early if ``given_up()`` is True.
 
-    ``patient``: False: wait at most STALL_SECONDS in total.
+    If ``patient`` is False, wait at most STALL_SECONDS in total.
     """
     stalled = False
 

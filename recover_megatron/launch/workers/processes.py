@@ -66,11 +66,11 @@ def spawn(
     *,
     deaf: bool = False,
 ) -> tuple[int, int]:
-    """Start ``command`` in a new session; the kernel kills it when the calling thread ends.
+    """Start ``command`` in a new session, as a process that the kernel kills when the calling thread ends.
 
     Call it from the main thread: the parent-death signal follows the thread.  stdin is /dev/null; of the caller's other
-    descriptors, the process inherits only ``inherit``.  ``deaf``: it starts with ``DEAF_TO`` blocked.  Returns the pid
-    and a pidfd.  Raises OSError, and leaves no process, if the process cannot be started or watched.
+    descriptors, the process inherits only ``inherit``.  ``deaf``: True: the process starts with ``DEAF_TO`` blocked.
+    Returns the pid and a pidfd.  Raises OSError, and leaves no process, if the process cannot be started or watched.
     """
     for descriptor in inherit:
         os.set_inheritable(descriptor, True)
@@ -95,7 +95,7 @@ def spawn(
 def spawn_leader(command: list[str], environment: Mapping[str, str], **options: Any) -> int:
     """Start ``command``, a Python program, as the leader of a new session.  Return its pid; raises OSError.
 
-    ``options``: of posix_spawn.  The program must call ``lead_session``: this Python may be unable to set a session.
+    ``options``: arguments of posix_spawn.  The program must call ``lead_session``: some Pythons cannot set a session.
     """
     try:
         return os.posix_spawn(command[0], command, environment, setsid=True, **options)
@@ -110,7 +110,7 @@ def lead_session() -> None:
 
 
 _own_children: set[int] = set()
-"""Pids of started children, neither reaped nor forgotten yet; ``Subreaper`` reaps all other children."""
+"""Pids of children whose end is awaited by the code that started them; ``Subreaper`` reaps all other children."""
 
 
 def open_pidfd(pid: int) -> int:
@@ -131,7 +131,7 @@ def _wait_in_thread(pid: int) -> int:
     ends, writing_end = os.pipe()
 
     def wait() -> None:
-        with contextlib.suppress(ChildProcessError):  # ``forget`` was called, and the Subreaper has reaped it
+        with contextlib.suppress(ChildProcessError):  # after ``forget``, the Subreaper has reaped the child
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         os.close(writing_end)
 
@@ -145,7 +145,7 @@ def _wait_in_thread(pid: int) -> int:
 
 
 def reap(pid: int) -> int:
-    """Wait for the end of a child of ``open_pidfd``; return its exit code, or minus the signal that killed it."""
+    """Wait until the child ``pid`` has ended, and reap it; return its exit code, or minus the signal that killed it."""
     _, status = os.waitpid(pid, 0)
     _own_children.discard(pid)
     return os.waitstatus_to_exitcode(status)
@@ -159,7 +159,7 @@ class Child:
     ) -> None:
         """Watch the child.  ``started``: pid and pidfd; ``on_end`` receives the exit code, or minus the signal.
 
-        ``with_group``: the rest of the child's process group is killed before the child is reaped.
+        ``with_group``: True: before the child is reaped, its complete process group is killed.
         """
         self.pid, self._pidfd = started
         self._loop = loop
@@ -175,13 +175,13 @@ class Child:
         return status
 
     def forget(self) -> None:
-        """Stop watching the child, whose end does not matter any more."""
+        """Stop watching the child; ``on_end`` will not be called."""
         _own_children.discard(self.pid)
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)  # not reaped yet: no other process can have its pid
+        os.kill(self.pid, number)  # the pid of an unreaped process is not reused
 
     def wait(self, seconds: float) -> None:
         """Wait until the child has ended, at most ``seconds``."""
@@ -191,7 +191,7 @@ class Child:
 
 
 def program(module: str, *options: str) -> list[str]:
-    """Return a command that runs ``main`` of ``module`` in any folder and environment; ``options``: of Python."""
+    """Return a command that runs ``main()`` of ``module`` in any folder; ``options``: options of the interpreter."""
     boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
     return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[3])]
 
@@ -215,10 +215,10 @@ def process_table() -> dict[int, Process]:
 def _read_process(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may contain anything, also spaces and parentheses.
+            # The second field, the name in parentheses, may itself contain spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return None  # the process has ended meanwhile
+        return None  # the process has just ended
     if len(fields) < 20:
         return None
     return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
@@ -273,13 +273,13 @@ def find_launch(
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL the process group of ``leader``, which must not be reaped yet: its pid could name another group then."""
+    """SIGKILL the process group of ``leader``, which must not be reaped yet: otherwise the pid may be reused."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def tracks_resources(pid: int) -> bool:
-    """Return whether ``pid`` is a resource tracker of Python, which cleans up /dev/shm after its users have ended."""
+    """Return whether ``pid`` is a resource tracker of Python, which cleans up /dev/shm after other processes."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
@@ -308,8 +308,8 @@ def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> 
 def kill_until_none_left(find: Callable[[], list[Process]], timeout: float) -> list[Process]:
     """SIGKILL the processes that ``find`` returns and wait until none is left, at most ``timeout`` seconds.
 
-    Returns the processes that are left.  ``find`` must return nothing twice, because a process in the middle of exec
-    has no environment for a moment.  Resource trackers have TRACKER_SECONDS to exit.
+    Returns the processes that are left.  None is left if ``find`` returns nothing twice: during exec, a process has no
+    environment for a moment.  Resource trackers have TRACKER_SECONDS to exit.
     """
     began = time.monotonic()
     deadline = began + timeout
@@ -328,7 +328,7 @@ def _identity(process: Process) -> tuple[int, int]:
 
 
 def _kill(process: Process) -> None:
-    """SIGKILL exactly ``process``, not a later user of its pid."""
+    """Send SIGKILL to ``process``, but not to a later process that has the same pid."""
     try:
         pidfd = None if lacking("pidfd_send_signal") else os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -337,7 +337,7 @@ def _kill(process: Process) -> None:
         current = _read_process(process.pid)
         if current and _identity(current) == _identity(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if pidfd is None:  # race: another process may get its pid at this moment
+                if pidfd is None:  # race: another process may get this pid just now
                     os.kill(process.pid, signal.SIGKILL)
                 else:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -370,7 +370,7 @@ TRACKER_SECONDS = 5.0
 
 
 class Subreaper:
-    """Makes descendants that lose their parent children of the launcher, reaps them, and kills them at the end.
+    """Makes the launcher the parent of all descendants that lose their parent, reaps them and kills them at the end.
 
     Create it before any process is started.  Raises OSError if the kernel refuses.
     """
@@ -394,7 +394,7 @@ class Subreaper:
             if ended is None:
                 return
             if ended.si_pid in _own_children:
-                self.due = True  # it hides other zombies; check again when its own event has reaped it
+                self.due = True  # waitid reports only this zombie: look again after its own callback has reaped it
                 return
             # A library may start processes in another thread (as torch's import does), and may reap them before this.
             with contextlib.suppress(ChildProcessError):
@@ -407,13 +407,13 @@ class Subreaper:
 
 
 START_AGAIN = -1
-"""Value in place of an exit code: all launchers start again."""
+"""Value that replaces the exit code of a launch if all launchers must start again."""
 AGAIN_SECONDS = 30.0
-"""Most seconds that launchers wait for each other after a new start; all of them were live a moment before."""
+"""Most seconds that launchers wait for each other after a new start: all launchers were live a moment before."""
 
 
 def take_attempt() -> int:
-    """Return the number of earlier attempts to start; remove its variable, so that no other process inherits it."""
+    """Return the number of earlier attempts to start, and remove the variable, which no process must inherit."""
     text = os.environ.pop(ATTEMPT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
 
@@ -424,7 +424,7 @@ def take_left_out() -> tuple[int, ...]:
 
 
 def keep_attempt(attempt: int) -> None:
-    """Make ``start_again`` use the attempt number ``attempt``, which the other launchers have."""
+    """Make ``start_again`` use ``attempt``, the attempt number of the other launchers."""
     os.environ[ATTEMPT_VARIABLE] = str(attempt)
 
 
@@ -439,11 +439,11 @@ def start_again(attempt: int) -> None:
     All launchers call it after they have stopped all of their workers (``StartUp``).  The store, the coordinators and
     the run id are new, so no message of one attempt can be mistaken for one of the next.
 
-    ``attempt``: number of attempts so far.  Returns never; raises OSError if the command cannot be executed.
+    ``attempt``: number of attempts so far.  Never returns; raises OSError if the command cannot be executed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in map(int, os.listdir("/proc/self/fd")):  # not all numbers up to the limit, which may be a billion
+    for number in map(int, os.listdir("/proc/self/fd")):  # the limit of descriptors may be a billion
         if number > 2:
-            os.closerange(number, number + 1)  # ignores the descriptor that listed them, which is closed
+            os.closerange(number, number + 1)  # no error if the descriptor is closed already
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {ATTEMPT_VARIABLE: str(attempt), **os.environ})

@@ -12,7 +12,8 @@ ended, and at the end of the launch, the reaper removes the socket folders that 
 
 The reaper also reads the workers' output in place of a launcher that is stopped (Ctrl-Z, a debugger) or blocked in the
 kernel (``StandIn``): a pipe takes 64 KiB, and a worker that prints more would block.  For that, the reaper also holds
-the reading ends of the pipes.  Afterwards it reports how many lines it has dropped: "PID LINES"::
+the reading ends of the pipes.  When the launcher runs again, the reaper sends the number of dropped lines, as "PID
+LINES"::
 
     the launcher beats --no new beat in MISSED checks--> pipes are read until three quarters are free, lines dropped
         ^                                                                   |
@@ -47,8 +48,8 @@ from recover_megatron.network.system import memory_file, remove_sockets
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
 MISSED = 6
-"""Number of checks without a new beat after which the launcher counts as stopped.  It counts checks, not seconds,
-because the reaper may have been stopped, too."""
+"""Number of checks without a new beat after which the launcher counts as stopped.  The number of seconds would
+mislead, because the reaper may have been stopped, too."""
 RELIEF_SECONDS = 0.05
 _AT_ONCE = 4096
 
@@ -70,7 +71,7 @@ class StandIn:
 
     @property
     def sessions(self) -> set[int]:
-        """Return the sessions of the workers that have not been removed; a session is the pid of its worker."""
+        """Return the sessions that were added and not removed; the id of a session is the pid of its worker."""
         return set(self._pipes)
 
     @property
@@ -87,9 +88,9 @@ class StandIn:
             os.close(pipe)
 
     def look(self) -> Iterator[tuple[int, int]]:
-        """Check for a new beat; if the launcher does not run, read its pipes and drop the lines.
+        """Check for a new beat; if the launcher does not run, read the workers' pipes and drop the lines.
 
-        Once it runs again, yield each session with dropped lines, and their number.
+        Once the launcher runs again, yield (session, number of dropped lines) for each session that has lost lines.
         """
         beat = os.pread(self._pulse, 8, 0)
         self._missed, self._beat = self._missed + 1 if beat == self._beat else 0, beat
@@ -109,7 +110,7 @@ def _relieve(pipe: int) -> int:
         try:
             lines += os.read(pipe, _AT_ONCE).count(b"\n")
         except BlockingIOError:
-            break  # the launcher has read the data just now
+            break  # the launcher has just read the data
     return lines
 
 
@@ -117,10 +118,10 @@ AGAIN_SECONDS = 1.0
 
 
 class Reaper:
-    """Launcher's side of the connection; keeps one reaper process running."""
+    """Launcher's handle of the reaper: starts it, replaces it if it is killed, and sends it the workers' sessions."""
 
     def __init__(self, loop: EventLoop, launch_id: str, say: Callable[[str], None]) -> None:
-        """Start a reaper; ``say`` logs that a reaper was killed."""
+        """Start the first reaper; ``say`` is called with a log line whenever a reaper was killed."""
         self._loop = loop
         self._launch_id = launch_id
         self._say = say
@@ -145,13 +146,13 @@ class Reaper:
         self._send(f"+{session}", self._sessions[session])
 
     def remove_session(self, session: int) -> None:
-        """Remove ``session``, which has no process any more, so that its number may be reused."""
+        """Remove ``session``: no process is left in it, so the system may reuse the number."""
         for pipe in self._sessions.pop(session, ()):
             os.close(pipe)
         self._send(f"-{session}")
 
     def finish(self) -> None:
-        """Make the reaper kill the rest of the launch, and wait until it has ended."""
+        """Make the reaper kill the remaining processes of the launch, and wait until the reaper has ended."""
         self._hang_up()
         if self.pid:
             self._process.reap()
@@ -159,7 +160,7 @@ class Reaper:
     def _start(self) -> None:
         """Start a reaper and send it all sessions.  Raises OSError if it cannot be started."""
         self._channel, reaper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Without the launch's variables, or the reaper would kill itself.  Some Pythons need LD_LIBRARY_PATH.
+        # The reaper must not have the launch id, or it would kill itself.  Some Pythons need LD_LIBRARY_PATH.
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         environment = {"PATH": os.defpath, **kept}
         try:
@@ -203,10 +204,10 @@ class Reaper:
         if message:
             self.dropped(*map(int, message.split()))
         else:
-            self._loop.unwatch(self._channel.fileno())  # the reaper's pidfd will report its death in a moment
+            self._loop.unwatch(self._channel.fileno())  # the reaper has ended, as its pidfd will report
 
     def _hang_up(self) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # the reaper was lost before, or does not exist
+        with contextlib.suppress(KeyError, ValueError):  # the channel is not watched any more
             self._loop.unwatch(self._channel.fileno())
         self._channel.close()
 
@@ -233,7 +234,7 @@ class Reaper:
 def main() -> None:
     launcher = os.getppid()
     lead_session()
-    # The reaper may live longer than the launcher: a shell or a terminal must not wait for it to close their stderr.
+    # The reaper may live longer than the launcher: no shell or terminal must wait until the reaper closes stderr.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.chdir("/")
     launch_id, sessions = _watch()
@@ -256,7 +257,7 @@ def _watch() -> tuple[str, set[int]]:
                 continue
             message, pipes, _, _ = socket.recv_fds(channel, 4096, 2)
         except ConnectionError:
-            continue  # the launcher ended without reading our messages; its earlier messages can still be read
+            continue  # the launcher has ended; its remaining messages can still be read
         if not message:
             return launch_id, stand_in.sessions
         if not launch_id:

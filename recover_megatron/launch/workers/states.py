@@ -31,13 +31,13 @@ OK = 0
 LAUNCH_FAILED = 1
 """Exit code: the launch failed, because the store could not be created, or a node did not appear or was lost."""
 REFUSED = 2
-"""Exit code: the command line is wrong or differs from other nodes'; no worker was started here."""
+"""Exit code: the command line is wrong or differs between the nodes; this launcher has started no worker."""
 LEFT_OUT = 14
-"""Exit code: the run continues without this node, whose launcher was started again; no worker was started here."""
+"""Exit code: the run continues without this node, whose launcher was started again and has started no worker."""
 RUN_VERDICTS = (10, 11, 12)
 """Exit codes of a run: 10: too few live workers for one replica; 11: the majority was lost; 12: the state was lost."""
 NO_FAULT = (*RUN_VERDICTS, EXIT_FENCED)
-"""Exit codes (10 to 13) of workers that ended because of the run or of other workers, not of an error of their own."""
+"""Exit codes (10 to 13) of workers that ended because of the run or another worker, without an error of their own."""
 
 
 class ExitOutcome(NamedTuple):
@@ -55,19 +55,21 @@ class ExitOutcome(NamedTuple):
 
 
 def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
-    """Return the exit code of a launch that lost a worker before the training began; ``outcomes``: of ended workers.
+    """Return the exit code of a launch that lost a worker before the training began.
+
+    ``outcomes``: ends of the workers that have ended.
 
     The first row that fits decides:
 
     ===================================================  ==========================================================
     the workers                                          exit code
     ===================================================  ==========================================================
-    fault_tolerant is false                              of the earliest that failed; 128 + S if killed by S
-    any failed with a code other than 10 to 13           that code (the earliest such): an error of the training
+    fault_tolerant is false                              code of the first failure; 128 + S if killed by signal S
+    any failed with a code other than 10 to 13           the first such code: it shows an error of the training
     else                                                 10: workers are missing; another attempt may succeed
     ===================================================  ==========================================================
 
-    A worker that lost the connection to another worker exits with 10; 11 to 13 are no errors of the training either.
+    Codes 10 to 13 show no error of the training: a worker that lost its connection to another worker exits with 10.
     """
     if not fault_tolerant:
         return run_exit_code(outcomes, fault_tolerant)
@@ -76,16 +78,17 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
 
 
 def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) -> int:
-    """Return the exit code of a launcher whose run finished; ``outcomes``: of its workers that left the run in order.
+    """Return the exit code of a launcher whose run was finished.
+
+    ``outcomes``: ends of this launcher's workers that left the run in order.
 
     ``only_node``: True if no other launcher has workers of the run.  The first row that fits decides:
 
     ===================================================  ==========================================================
     after the training                                   exit code
     ===================================================  ==========================================================
-    any failed with a code other than 10 to 13           that code (the earliest such): an error at the script's end
-    the only node: all were killed by signals, or        of the earliest, 128 + S; 1 for 10 to 13
-    failed
+    any failed with a code other than 10 to 13           the first such code: it shows an error at the script's end
+    only_node, and every worker failed or was killed     code of the first end: 128 + S for signal S, 1 for 10 to 13
     else                                                 0: a killed worker counts as a death in the training
     ===================================================  ==========================================================
     """
@@ -97,21 +100,19 @@ def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) 
 
 
 def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
-    """Return the exit code of a run that was not stopped by a signal (after signal S it is 128 + S).
+    """Return the exit code of a run from the ends of its workers.
 
-    It decides if no coordinator does.  A coordinator's decision (``ControlPlane.verdict``) has priority; if that is
-    that the run was finished, ``exit_code_after`` decides.
-
-    The first row that fits decides:
+    Use it only if no coordinator has decided the exit code (``ControlPlane.verdict``), and the launch was not stopped,
+    for example by signal S (exit code 128 + S).  The first row that fits decides:
 
     ===================================================  ==========================================================
     the workers                                          exit code
     ===================================================  ==========================================================
-    any exited with 10, 11 or 12                         that code (the earliest such)
+    any exited with 10, 11 or 12                         the first such code
     all finished with 0 (or there were none)             0
-    some failed, fault_tolerant is false                 of the earliest that failed; 128 + S if killed by S
+    some failed, fault_tolerant is false                 code of the first failure; 128 + S if killed by signal S
     some finished with 0, fault_tolerant                 0: the survivors finished the run
-    none finished with 0, fault_tolerant                 the most frequent; of equally frequent ones the earliest
+    none finished with 0, fault_tolerant                 the most frequent code; the earliest of equal frequency
     ===================================================  ==========================================================
 
     ``fault_tolerant``: the script's arguments contain ``--recover``.
@@ -127,7 +128,7 @@ def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
         return failures[0]
     if len(failures) < len(in_order):
         return OK
-    return Counter(failures).most_common(1)[0][0]  # Counter keeps the order of first appearance among equals
+    return Counter(failures).most_common(1)[0][0]  # Counter keeps equal counts in order of appearance
 
 
 class WorkerState(enum.StrEnum):
@@ -171,13 +172,13 @@ class WorkerProcess:
     ended: float | None = None
     log: str | None = None
     rank: int | None = None
-    """Rank at launch; of a replacement, the rank of the worker that it replaces; None: a spare or a joined worker."""
+    """Rank at launch; a replacement has the rank of the worker that it replaces; None: a spare or a joined worker."""
     replaces: int | None = None
-    """Id of the worker that this worker replaces; None: it is no replacement."""
+    """Id of the worker that this worker replaces; None: this worker is no replacement."""
     note: str = ""
     """Text for the user: why the worker has no place in the training, was not started, or was killed; may be empty."""
     kernel: str = ""
-    """Cause of the worker's end by the kernel's report: "out of memory", "Xid 79 of GPU 0000:c1:00"; empty: unknown."""
+    """Cause of the end that the kernel reports: "out of memory", "Xid 79 of GPU 0000:c1:00"; empty: unknown."""
 
     @property
     def live(self) -> bool:
@@ -190,13 +191,13 @@ class WorkerProcess:
 
     @property
     def how(self) -> str:
-        """Return the worker's end, for the coordinator: "SIGKILL", "exit code 1", "SIGKILL, out of memory"."""
+        """Return the worker's end in words, for the coordinator: "SIGKILL", "exit code 1", "SIGKILL, out of memory"."""
         how = signal_name(self.signal) if self.signal is not None else f"exit code {self.exit_code}"
         return f"{how}, {self.kernel}" if self.kernel else how
 
     @property
     def end_in_words(self) -> str:
-        """Return the end for messages: "exit code 3", "SIGKILL (signal 9), according to the kernel out of memory,"."""
+        """Return the end for log lines: "exit code 3", "SIGKILL (signal 9), according to the kernel out of memory,"."""
         end = describe_end(self.exit_code, self.signal)
         return f"{end}, according to the kernel {self.kernel}," if self.kernel else end
 

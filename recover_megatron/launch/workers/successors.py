@@ -1,5 +1,5 @@
-"""Start of workers during the run: when, with which ids, and after which test; and the end of newcomers that are too
-late.
+"""Workers started during the run: their ids, the pause and the device test before their start; and the end of newcomers
+that are too late to get a place.
 
 ::
 
@@ -17,8 +17,8 @@ The ids of W launched workers and S spares::
     replacements   W+S + k*nodes + node       the k-th replacement of a node, k = 0, 1, ..; at most --max-restarts
     joined         JOINED_FROM and above      a random block of ids for each launcher with --join
 
-No id is used twice, so that a process is never mistaken for a dead worker.  For the coordinator, all workers except
-those of the launch are newcomers, which it admits during the run when they are ready.
+No id is used twice, so that a process is never mistaken for a dead worker.  The coordinator treats
+all workers except 0 .. W-1 as newcomers: it admits them during the run, when they are ready.
 
 If replacements fail one after the other with the same message (a folder that cannot be written), or are killed by the
 same signal before they have a place in the training (out of memory), they would use up --max-restarts within a minute.
@@ -44,8 +44,8 @@ from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
-"""Seconds that a replacement waits after two consecutive replacements have failed in the same way; and the most seconds
-that any replacement waits."""
+"""Pause before the start of a replacement after two consecutive replacements have failed in the same way, and longest
+pause, in seconds."""
 JOIN_SECONDS = 60.0
 
 
@@ -88,15 +88,15 @@ class Replacements:
         self.kept = False
         """True if the last call of ``of`` returned None because the last replacement is reserved for another cause."""
         self.evict: set[int] = set()
-        """Workers that the coordinator has evicted from the run."""
+        """Ids of the workers that the coordinator has evicted from the run."""
 
     def of(
         self, worker: WorkerProcess, first_joined: int, words: str = "", *, had_place: bool = True
     ) -> WorkerProcess | None:
         """Return the replacement of ``worker``, which has ended during the run; None if it is not replaced.
 
-        ``first_joined``: if this launcher joined the run, its lowest worker id; ``words``: last line of ``worker``, or
-        how it was killed; ``had_place``: True if ``worker`` has been in a plan.
+        ``first_joined``: lowest worker id of this launcher, used if it joined the run; ``words``: last output line of
+        ``worker``, or the signal that killed it; ``had_place``: True if ``worker`` has been in a plan.
 
         A worker is not replaced if it finished, was refused, or exited because of the run's end: the replacement would
         end in the same way.  An evicted worker is not replaced either: the operator should check its host first.
@@ -142,7 +142,7 @@ class Successors:
     _launch: Callable[[WorkerProcess], None]
     """Callback that starts the process of a worker; raises OSError."""
     _left_out: Callable[[], None]
-    """Callback after a replacement was given up without a start."""
+    """Callback without arguments, called after a replacement was given up before its start."""
 
     def __post_init__(self) -> None:
         self._replacements = Replacements(self._plan)
@@ -155,9 +155,9 @@ class Successors:
         self._replacements.evict.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
-        """Start no replacement from now on, not even one whose device is being tested; ``stopped`` False: resume.
+        """Start no replacement from now on, not even one whose device is being tested.
 
-        Return whether this changes the state.
+        If ``stopped`` is False, allow replacements again.  Return whether the state has changed.
         """
         before, self._stopped = self._stopped, stopped
         return before is not stopped
@@ -179,7 +179,7 @@ class Successors:
         return successor
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> None:
-        """Start ``worker``, which ``of`` has just returned, after its wait, if any, and the test of its device."""
+        """Start ``worker``, which ``of`` has just returned, after the pause, if any, and the test of its device."""
         if wait := self._replacements.wait:
             self._waiting.append(worker)
             self._loop.call_later(wait, partial(self._begin, worker, environment))
@@ -207,7 +207,7 @@ class Successors:
 
     def _tested(self, worker: WorkerProcess, failed: str) -> None:
         if not worker.live:
-            return  # the launch is ending
+            return  # the worker was given up, because the launch is ending
         if self._stopped:
             worker.note = messages.DRAINED_BEFORE_ITS_START
             self._table.abandon([worker])
@@ -230,10 +230,10 @@ class Successors:
 
 @dataclass(eq=False)
 class LateNewcomers:
-    """Kills newcomers that have no place when the run ends: no message reaches them, so they would wait for ever.
+    """Kills newcomers without a place when the run ends; without that they would wait for ever for a message.
 
-    During the run, if the script uses the library (--elastic), it logs each newcomer that has not joined the run
-    JOIN_SECONDS after its start.
+    In a run with --elastic, this object also logs each newcomer that has not joined the run JOIN_SECONDS after its
+    start.
     """
 
     _plan: LaunchPlan
@@ -250,11 +250,11 @@ class LateNewcomers:
         self.look()
 
     def already_logged(self, worker: WorkerProcess) -> bool:
-        """Return whether the end of ``worker`` was logged already, because this object has killed it."""
+        """Return whether this object has killed ``worker``, so that the end of the worker was logged."""
         return worker.worker_id in self._killed
 
     def started(self, worker: WorkerProcess) -> None:
-        """Check ``worker``, which has just been started, perhaps after the end of the run."""
+        """Kill ``worker``, which was just started, if the run has ended; with --elastic, check it again later."""
         self.look()
         if self._plan.elastic and worker.worker_id >= self._plan.world_size:
             self._loop.call_later(JOIN_SECONDS, partial(self._look_for, worker))
@@ -265,7 +265,7 @@ class LateNewcomers:
             self._table.note(worker.worker_id, f"this worker had not joined the run {JOIN_SECONDS:g} s after its start")
 
     def look(self) -> None:
-        """Kill the running newcomers that have no place, if the run has ended."""
+        """If the run has ended, kill the running newcomers that have no place in it."""
         if not self._run_is_over:
             return
         for worker in self._table.running:

@@ -1,9 +1,11 @@
 """Workers of one node: their records, the handles of their processes, and their shutdown.
 
-A worker ends in these steps.  If it is known to be dying (dying.py), the death may be reported as soon as ``fence`` has
-returned.  Its pidfd becomes readable while it is still a zombie, so its pid, process group and session cannot be reused
-yet.  ``reap`` kills its descendants, then reaps the worker; its end can be reported then.  ``close`` reads the rest of
-its output.
+A worker ends in these steps:
+
+1. If dying.py notices that the worker is dying, ``fence`` is called; then the death may be reported.
+2. The worker's pidfd becomes readable.  The worker is a zombie, so its pid, process group and session are not reused.
+3. ``reap`` kills the worker's descendants and reaps the worker; then its exit code may be reported.
+4. ``close`` reads the rest of the worker's output and closes the handles.
 
 All functions are called in the main thread.
 """
@@ -43,7 +45,7 @@ class _Handles:
 
 @dataclass(eq=False)
 class WorkerTable:
-    """Workers that this launcher has started or is about to start, by worker id."""
+    """Records and processes of the workers that this launcher has started or is about to start."""
 
     _plan: LaunchPlan
     _loop: EventLoop
@@ -53,7 +55,7 @@ class WorkerTable:
     _on_exit: Callable[[WorkerProcess], None]
     """Callback for a worker whose process has ended; the callback calls ``reap`` and ``close``."""
     _on_dying: Callable[[WorkerProcess, Ending], None]
-    """Callback for a worker whose process is dying, called before ``_on_exit``; not if the worker has left in order."""
+    """Callback for a dying worker, called before ``_on_exit``; not called if the worker has left the run in order."""
 
     def __post_init__(self) -> None:
         self._reaper.dropped = self._output_dropped
@@ -62,9 +64,9 @@ class WorkerTable:
         self.changed = True
         """True if records have changed since workers.json was written."""
         self.last_words: dict[int, str] = {}
-        """Last line on stderr of each worker that has ended, or its fatal signal's report, by worker id."""
+        """Worker id -> report of the fatal signal that killed the worker, else the last line of the worker's stderr."""
         self._killed: set[int] = set()  # workers to which this launcher has sent SIGKILL
-        self._memory_kills = system.memory_kills()  # their number when a worker ended last
+        self._memory_kills = system.memory_kills()  # number of out-of-memory kills when a worker last ended
         self._kernel_log = system.KernelLog()
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
@@ -99,7 +101,7 @@ class WorkerTable:
         return [worker.outcome for worker in self._workers.values()]
 
     def running_worker(self, worker_id: int) -> WorkerProcess | None:
-        """Return the worker ``worker_id``; None if there is no such worker here, or its process does not run."""
+        """Return the worker ``worker_id``; None if this launcher has no running worker with that id."""
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.state is WorkerState.RUNNING else None
 
@@ -137,7 +139,7 @@ class WorkerTable:
         self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log, watch)
         watch.begin(pid)
         self._reaper.add_session(pid, [stream.pipe for stream in streams])
-        # The loop reads the output from its next round on, after it has written the worker to workers.json.
+        # The loop reads the output from its next round on; before that, the supervisor updates workers.json.
         self._console.read(streams)
         self._loop.watch(handles.pidfd, partial(self._on_exit, worker))
         return pid
@@ -147,11 +149,11 @@ class WorkerTable:
         for worker in workers:
             if number == signal.SIGKILL:
                 self._killed.add(worker.worker_id)
-            if worker.pid is not None:  # not reaped yet: no other process can have its pid
+            if worker.pid is not None:  # the pid of an unreaped process is not reused
                 os.kill(worker.pid, number)
 
     def fence(self, worker: WorkerProcess, end: Ending) -> str:
-        """Make sure that ``worker``, which is dying, runs no more code.  Return its end, for the coordinator.
+        """Make sure that the dying ``worker`` runs no more code.  Return its end in words, for the coordinator.
 
         Raises OSError if SIGKILL cannot be sent; the caller must not report the death then.
         """
@@ -180,7 +182,7 @@ class WorkerTable:
         return len(killed - {worker.pid})
 
     def _ask_kernel(self, worker: WorkerProcess, status: int) -> None:
-        """Set ``worker.kernel`` if the kernel reports a cause of its end; ``status``: exit code or minus the signal."""
+        """Set ``worker.kernel`` if the kernel reports why the worker ended; ``status``: exit code or minus signal."""
         before, self._memory_kills = self._memory_kills, system.memory_kills()
         if worker.kernel or worker.worker_id in self._killed:
             return
@@ -212,7 +214,7 @@ class WorkerTable:
                 log.write(None, f"recover-run: {text}\n".encode())
 
     def abandon(self, workers: Iterable[WorkerProcess]) -> None:
-        """Record ``workers``, which were not started or could not be killed, as killed."""
+        """Record ``workers``, which were never started or cannot be killed, as killed by SIGKILL."""
         for worker in workers:
             worker.end(-signal.SIGKILL, time.time())
             self.changed = True
@@ -229,7 +231,8 @@ class Shutdown:
 
         begin --SIGTERM--> they exit --grace--> kill --SIGKILL--> --UNKILLABLE_SECONDS--> given up
 
-    Created once per launch.  ``given_up`` is always called, in the main thread, UNKILLABLE_SECONDS after SIGKILL.
+    Created once per launch.  ``_given_up`` is called in the main thread UNKILLABLE_SECONDS after SIGKILL, even if all
+    workers have ended.
     """
 
     _loop: EventLoop
@@ -238,7 +241,7 @@ class Shutdown:
     _given_up: Callable[[], None]
 
     def begin(self, grace: float, *, at_once: bool) -> None:
-        """Send SIGTERM now and SIGKILL after ``grace`` seconds; ``at_once``: send SIGKILL now, too."""
+        """Send SIGTERM now and SIGKILL after ``grace`` seconds; ``at_once``: True: send SIGKILL now, too."""
         running = self._table.running
         if at_once:
             self._table.signal(running, signal.SIGKILL)
