@@ -23,7 +23,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 log = get_logger(__name__)
 
 _SUMMING = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Names of torch's wrappers that use a process group; names, since importing the module of FSDP takes long."""
+"""Class names of torch's wrappers that use a process group.  To import the FSDP class would take too long."""
 
 type Optimizer = torch.optim.Optimizer | Optimizers
 
@@ -33,15 +33,15 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def strange_parameters(optimizer: Optimizer, known: set[int]) -> int:
-    """Return the number of parameters that ``optimizer`` trains and whose ``id`` is not in ``known``."""
+    """Return how many trainable parameters of ``optimizer`` are not in ``known``, which contains ids of objects."""
     return sum(parameter.requires_grad and id(parameter) not in known for parameter in _parameters(optimizer))
 
 
 def check_backward(arrived: Sequence[torch.Tensor], microbatch: str, *, value: bool) -> None:
     """Raise RuntimeError unless ``backward=`` has added the unscaled gradient of a loss exactly once.
 
-    ``arrived``: for each backward pass, the gradient that arrived at the loss passed to ``backward=``; it is the factor
-    by which the pass scales all gradients.  ``value``: also check this factor, which waits for the device.
+    ``arrived``: for each backward pass, the gradient of the loss passed to ``backward=``, which must be 1: the pass
+    scales all gradients by this factor.  ``value``: also check the factor, for which the host waits for the device.
     """
     if not arrived:
         raise RuntimeError(
@@ -53,7 +53,7 @@ def check_backward(arrived: Sequence[torch.Tensor], microbatch: str, *, value: b
             f"{microbatch}: backward= ran {len(arrived)} backward passes from the loss it received: each microbatch "
             "must be added once (call torch.autograd.grad on the loss in the microbatch instead)"
         )
-    if value and not 0.99 < (factor := float(arrived[0])) < 1.01:  # bfloat16 has an error of up to 0.004
+    if value and not 0.99 < (factor := float(arrived[0])) < 1.01:  # in bfloat16 the factor has an error of up to 0.004
         raise RuntimeError(
             f"{microbatch}: backward= scales the gradient by {factor:g}, which would change the optimizer's step: the "
             "library already divides the loss by the number of microbatches, and gradient scaling for fp16 is not "
@@ -71,8 +71,9 @@ def check(
     *,
     again: bool,
 ) -> None:
-    """Refuse an unsupported model or optimizer, with all reasons: exit with code 2 under recover-run, else UserError.
+    """Check that the model and the optimizer are supported.
 
+    If not, exit with code 2 under recover-run, and print all reasons; without recover-run, raise UserError with them.
     ``again``: True if this process has created an ElasticDataParallel before.
     """
     reasons = []
@@ -87,7 +88,7 @@ def check(
     if microbatches < 1:
         reasons.append(f"microbatches is {microbatches}: a step needs at least 1")
     if not parameters:
-        reasons.append("the model has no trainable parameter: set requires_grad on at least one")
+        reasons.append("the model has no trainable parameter: set requires_grad on at least one parameter")
     if strange := sorted({str(parameter.dtype) for parameter in parameters if not parameter.is_floating_point()}):
         reasons.append(f"{', '.join(strange)} parameters are trainable: gradients must be floating-point")
     if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
@@ -150,19 +151,19 @@ def check(
 
 
 _AT_IMPORT = program.describe()
-"""Description of the program at this import: the program's files may be edited before the model is built."""
+"""Description of the program, taken when this module is imported: a user may edit the files before a later check."""
 
 
 def loaded_program() -> dict[str, str]:
-    """Describe the program of this process; modules that this package's import found are described as of then."""
+    """Describe the program of this process.  Modules loaded before this import are described as they were then."""
     return {**program.describe(), **_AT_IMPORT}
 
 
 def some_differ(own: OwnDescription, worker: int, holds: bool, statuses: Mapping[int, Json], session: Session) -> bool:
-    """Return whether the statuses show that a worker differs from the run; then the caller must not begin the epoch.
+    """Return whether any worker's settings or program differ from the run's; if so, the epoch must not begin.
 
-    If this worker differs and has no state (``holds`` is False), its process exits.  If it has a state, it was launched
-    with the run, and the run ends.
+    If this worker differs and has no state (``holds`` is False), its process exits.  If this worker differs and has a
+    state, it was launched with the run, and the run ends.
     """
     compared = {each: ComparedStatus.of(status, "holds", "holds", "address") for each, status in statuses.items()}
     odd = odd_ones(compared)

@@ -4,9 +4,9 @@
                 ^                                                    |
                 '---- a worker died, or joined: all join again ------'     finished work is kept, lost work is run again
 
-    lead(f)   the leading worker calls f.  The next sum needs that worker, so when a later step is finished, f is done.
-              If the worker dies before that, the next leading worker calls f as soon as it has joined.
-    leave()   JOIN, with ``leaving``, until the leading worker has no function left to call and all have the state
+    lead(f)   The leading worker calls f.  The next sum needs the leading worker, so a finished later step shows that f
+              has returned.  If the leading worker dies in f, the next leading worker joins, and calls f.
+    leave()   JOIN with ``leaving`` set, until the leading worker has called all functions and all have the state
 
 docs/ring.md defines the terms, such as epoch (a membership of the run) and bucket (the memory of the gradients).
 """
@@ -49,11 +49,11 @@ from recover_megatron.variables import HOST_VARIABLE
 log = get_logger(__name__)
 
 OPENING_SECONDS = 600.0
-"""Time limit in seconds for workers to join an epoch's group: some of them may still be between two steps."""
+"""Seconds within which all workers must open an epoch's group; a worker between two steps opens it later."""
 
 
 class ElasticDataParallel:
-    """Trains ``model`` with ``optimizer`` on all workers of the run, each of which holds the complete model.
+    """Trains ``model`` with ``optimizer`` on all workers of the run.  Each worker holds the complete model.
 
     Several models or optimizers (a GAN, actor and critic) are given as lists.  In each step all optimizers step, in
     list order.  In the state the models are named as in a ``torch.nn.ModuleList``, and the optimizers are numbered.
@@ -126,14 +126,14 @@ class ElasticDataParallel:
         )
         self._holds = not is_newcomer()
         self._changed = False
-        """True if a step of this run has changed this worker's state, or that of the holder that sent it."""
+        """True if this worker's state includes a step of this run; False for a state from before the first step."""
         self._standing: Standing | None = None
         self._statuses: dict[int, Status] = {}
         self._sent = Status()
         """Status with which this worker joined the present epoch."""
         self._leading = Leading()
         self._summed: frozenset[int] = frozenset()
-        """Ids of the workers that took part in the last sum."""
+        """Ids of the workers whose gradients were in the last sum."""
         self._uncaught = sys.excepthook
         sys.excepthook = self._ended_by
 
@@ -156,9 +156,9 @@ class ElasticDataParallel:
     def step(self, microbatch: Microbatch) -> StepResult:
         """Run the next step; return when all live workers have finished it, and this worker has applied the update.
 
-        Raises the errors of ``microbatch`` (other workers continue, unless this microbatch or error fails there, too),
-        ``Fenced`` if this worker was evicted, and ``CoordinatorLost`` if the run ends; its ``code`` is the exit code, 0
-        if the others have finished the run.  If an earlier call has raised an error, a further call exits the process.
+        Raises ``Fenced`` if this worker was evicted, and ``CoordinatorLost`` if the run ends (its ``code`` is the exit
+        code, 0 if the other workers have finished the run).  An error of ``microbatch`` is raised here, too; the other
+        workers continue unless they get the same error.  A call after an error exits the process.
         """
         began, epochs = time.perf_counter(), self._session.epoch
         if more := strange_parameters(self._optimizer, self._known):
@@ -171,7 +171,7 @@ class ElasticDataParallel:
         self._gradients.clear()
         self._passes.ran = []
         while not self._holds or self._column.committed <= self.completed:
-            with contextlib.suppress(EpochRevoked):  # a worker died, or joined: join the live workers
+            with contextlib.suppress(EpochRevoked):  # a worker died, or joined: the loop joins the next epoch
                 if self._column.over:
                     self._join()
                 else:
@@ -185,7 +185,7 @@ class ElasticDataParallel:
         self._before_update()
         self._updating = True
         self._optimizer.step()
-        if not self._changed:  # the optimizer has created its state in this step
+        if not self._changed:  # check that the state can be sent, since the optimizer has created a state in this step
             self._state.check()
         self.completed, self._changed, self._updating = self.completed + 1, True, False
         result = StepResult(
@@ -218,13 +218,13 @@ class ElasticDataParallel:
 
         All workers must call ``lead`` after the same step, with the same function.  The leading worker calls the
         function at once; the other workers continue, and wait at their next sum, or in ``leave``.  If the leading
-        worker dies in the function, the next leading worker calls it, perhaps a second time, with the state after the
-        same step.  So the function must not depend on later changes in the loop, and must not train.  ``name``: for
-        logs.  Raises what the function raises; exits the process as ``run`` does if this worker is out of the run.
+        worker dies in the function, the next leading worker calls it again, with the state after the same step.  So
+        the function must not depend on later changes in the loop, and must not train.  ``name``: for logs.  Raises
+        the function's errors.  If this worker is no longer part of the run, the process exits as in ``run``.
         """
         self._leading.add(function, name)
         if self.leads:
-            with ends_in_order(self.worker):  # in the loop's body: ``run`` would not see it
+            with ends_in_order(self.worker):  # ``run`` cannot catch an exception that is raised in the loop's body
                 self._do()
         self._generators.after_lead(self.completed, self._leading.calls)
 
@@ -242,17 +242,17 @@ class ElasticDataParallel:
     def leave(self) -> None:
         """Leave the run when the training is finished, so that no worker waits for this one; ``run`` calls it.
 
-        Returns when a worker has completed all functions passed to ``lead``, and no worker needs this worker's state.
+        Returns when all functions passed to ``lead`` have been called, and no worker needs this worker's state.
         Raises ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
         """
-        while self._holds and self._leading.unsettled:  # a worker without the state has nothing to send
+        while self._holds and self._leading.unsettled:  # a worker without the state leaves without waiting
             with contextlib.suppress(EpochRevoked):
                 self._join(leaving=True)
                 if self._column.over or self._standing is None:
                     continue
                 if settled(self._statuses, self._standing, self.completed):
                     self._leading.unsettled = False
-                    if not all(status.leaving for status in self._statuses.values()):  # the others wait in this epoch
+                    if not all(status.leaving for status in self._statuses.values()):  # others wait for a new epoch
                         self._session.ask(f"worker {self.worker} leaves before the others")
                     continue
                 if not all(status.holds for status in self._statuses.values()):
@@ -267,9 +267,9 @@ class ElasticDataParallel:
         return {"completed": self.completed, "state": self._state.tree()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a checkpoint (a copy) before the first step; only one worker needs to, the others get its state."""
+        """Load a copy of a checkpoint before the first step.  If only one worker loads it, the others get its state."""
         if self._column.members:
-            raise RuntimeError("call load_state_dict() before the first step: the other workers do not see a later one")
+            raise RuntimeError("call load_state_dict() before the first step: other workers do not get a later state")
         with self._gradients.away():
             self._state.load(state_dict["state"], copied=True)
         self.completed = int(state_dict["completed"])
@@ -287,7 +287,7 @@ class ElasticDataParallel:
         )  # fmt: skip
         self._column.join(self._sent.to_json())
         if some_differ(self._own, self.worker, self._holds, self._column.statuses, self._session):
-            self._session.wait_revoked()  # until the workers that differ have exited, or the run has ended
+            self._session.wait_revoked()  # wait until the workers that differ have exited, or the run has ended
             return
         self._statuses = {worker: Status.from_json(sent) for worker, sent in self._column.statuses.items()}
         self._standing = standing(self._statuses, self._column.begins_after)
@@ -300,7 +300,7 @@ class ElasticDataParallel:
         if not self._holds:
             self._passes.ran = []
             holders = [self._statuses[worker] for worker in self._standing.holders]
-            # A holder that joined before the last step may have covered fewer parameters.
+            # A holder that joined before it applied the last step may have sent an older set of covered parameters.
             newest = [status for status in holders if status.completed == self._standing.completed]
             self._gradients.cover((newest or holders)[0].covered)
             self._gradients.clear()
@@ -314,11 +314,11 @@ class ElasticDataParallel:
         names, lead = self._leading.names, self._standing.holders[0]
         if names and lead == self.worker and self.completed == self._standing.completed:
             self._do()
-            self._generators.after_lead(self.completed, self._leading.calls)  # before the first step, too
+            self._generators.after_lead(self.completed, self._leading.calls)  # this worker may have drawn more numbers
             self._column.renew(f"worker {self.worker} has called {names} in place of a lost worker")
 
     def _do(self) -> None:
-        """Call the kept functions of ``lead``; only the leading worker calls this."""
+        """Call the functions that were passed to ``lead`` and are not done.  Only the leading worker calls this."""
         allow = self._session.settings.stall_timeout
         self._leading.call(
             lambda name: self._session.mark(self.completed, name, allow=allow),
@@ -326,7 +326,7 @@ class ElasticDataParallel:
         )
 
     def _nobody_holds(self) -> CoordinatorLost:
-        """Return the error for an epoch without a holder; if the holders died (not finished), end the run for all."""
+        """Return the error for an epoch in which no worker has the state; end the run for all if the holders died."""
         if self._session.left:
             return CoordinatorLost("the other workers have finished the run", 0)
         why = "all workers that had the state of the run are lost"
@@ -334,7 +334,7 @@ class ElasticDataParallel:
         return CoordinatorLost(why, EXIT_STATE_LOST)
 
     def _finish(self, microbatch: Microbatch) -> None:
-        """Run this worker's microbatches, sum, agree; return early if a new epoch is needed.  Raises EpochRevoked."""
+        """Run own microbatches, sum, and agree on the step, unless a new epoch is needed.  Raises EpochRevoked."""
         group, at, step = self._enter(), self._standing, self.completed + 1
         if group is None or at is None:
             return
@@ -354,14 +354,14 @@ class ElasticDataParallel:
         self._column.agree(step)
 
     def _enter(self) -> Group | None:
-        """Fetch the state if needed; return the epoch's group, None: join a new epoch first.  Raises EpochRevoked."""
+        """Fetch the state if needed; return the epoch's group, None if a new epoch is needed.  Raises EpochRevoked."""
         at = self._standing
         assert at is not None, "joined"
         self._mark("rendezvous", waiting=True)
         if self.completed == at.completed and self.worker in at.holders and len(at.holders) < len(self._statuses):
             self._put()
         leaving = [worker for worker, status in self._statuses.items() if status.leaving]
-        # Opening the group pulls spans that any member has summed.  If workers leave, no sum takes place in this epoch.
+        # No step is run in an epoch in which workers leave, so it needs no group.
         group = None if leaving else self._column.group(self._gradients.buckets)
         if not self._holds and not self._fetch(at):
             return None
@@ -376,7 +376,7 @@ class ElasticDataParallel:
         self._exchange.put(self._session.epoch, self.completed, self._gradients.trained, self._state)
 
     def _verified(self, group: Group) -> bool:
-        """Compare the states of all workers if the interval has passed; return False if they differ (join a new epoch).
+        """Compare all workers' states every ``verify_interval`` steps; return False if a new epoch is needed.
 
         Ends the run if no state has a majority.
         """
@@ -420,13 +420,13 @@ class ElasticDataParallel:
             self._session.give_up(EXIT_USAGE, f"worker {self.worker}: {error}")
             self._session.wait_revoked()
             return False
-        # As on the holders: if no step has changed the state yet, the worker joins with a digest of it.
+        # Holders join with a digest until the first step of this run, so this worker must do the same until then.
         self._holds, self._changed = True, not self._statuses[at.holders[0]].digest
         log.info(f"worker {self.worker} received the state after step {self.completed} from worker {at.holders[0]}")
         return True
 
     def _report(self, phase: str, j: int | None, error: Exception) -> None:
-        """Report ``error`` to the coordinator, which ends the run if the work, not this worker, is faulty."""
+        """Report ``error`` to the coordinator, which ends the run if the same work fails on other workers, too."""
         tried = [] if j is None else [*self._passes.ran, j]
         self._session.report_exception(
             self.completed + 1, j, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)),
@@ -434,13 +434,13 @@ class ElasticDataParallel:
         )  # fmt: skip
 
     def _begins_with(self, why: str) -> RuntimeError:
-        """Create an error with text ``why``, at the start of a step; report it to the coordinator and return it."""
+        """Create an error with text ``why``, report it to the coordinator as an error at a step's start, return it."""
         error = RuntimeError(why)
         self._report("begin", None, error)
         return error
 
     def _ended_by(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report an uncaught exception to the coordinator, as ``sys.excepthook``; then call the previous hook."""
+        """Report an uncaught exception to the coordinator, then call the previous hook (this is ``sys.excepthook``)."""
         if isinstance(error, Exception):
             self._report("between steps", None, error)
         self._uncaught(kind, error, trace)

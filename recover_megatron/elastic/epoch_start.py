@@ -1,6 +1,6 @@
-"""Start of an epoch: from the statuses of all workers follow the holders of the state and the shares of the work.
+"""Start of an epoch: from the statuses of all workers, determine who has the state, and who runs which microbatches.
 
-The plan of the epoch contains the statuses, so each member computes equal results from them.
+The plan of the epoch contains the statuses, so all members compute equal results.
 
     joined with   completed=7  holds  ran=(0, 3)     a worker died in step 8: its microbatches 1 and 4 are lost
                   completed=7  holds  ran=(2, 5)
@@ -30,9 +30,9 @@ class Status:
     completed: int = 0
     """Last step that the worker's state contains."""
     holds: bool = False
-    """True if the worker has a state to continue from; a worker that joins a running job has none."""
+    """True if the worker has the run's state; False for a worker that has joined a running job and must fetch it."""
     digest: str = ""
-    """Digest of the worker's state until a step of this run changes it; then "", as all holders have equal states."""
+    """Digest of the worker's state; "" if the state includes a step of this run, since all such states are equal."""
     ran: tuple[int, ...] = ()
     """Numbers of the microbatches of step ``completed + 1`` whose gradients the worker has."""
     address: str = ""
@@ -42,11 +42,11 @@ class Status:
     code: str = ""
     """Digest of the worker's program, which must equal the run's (`collectives.comparison`)."""
     covered: str = ""
-    """Parameters with a part in the worker's buckets, as in `Gradients.covered`."""
+    """Parameters whose gradients the worker sums, as a hexadecimal number (`Gradients.covered`)."""
     todo: int = 0
-    """Number of functions passed to `lead` since step ``completed`` that this worker must call if it leads."""
+    """Number of functions passed to ``lead`` after step ``completed`` that the worker must call if it leads."""
     leaving: bool = False
-    """True if the worker has finished its last step, and leaves when no worker needs it."""
+    """True if the worker has called ``leave``: it has no further step, and waits until no worker needs its state."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -74,7 +74,7 @@ class Status:
         return {"recover_megatron": program.VERSION, "the order of the parameters": order, **others, **parameters}
 
     def after(self, committed: int) -> Status:
-        """Return the status with all steps up to ``committed`` applied; at most one is missing."""
+        """Return the worker's status after step ``committed``, which the worker may not have applied yet."""
         if self.completed >= committed:
             return self
         return replace(self, completed=committed, digest="", ran=())
@@ -82,7 +82,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Standing:
-    """State of the run at the start of an epoch."""
+    """Last finished step of the run at the start of an epoch, and the workers that have the state after this step."""
 
     completed: int
     """Last finished step of the run."""
@@ -93,9 +93,9 @@ class Standing:
 def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
     """Return the last step of the run and the holders of its state; None if no worker has a state.
 
-    At the start of a run, states may differ (other seeds, a checkpoint that only some workers have).  Among the workers
-    with the most completed steps, the state of the worker with the lowest id counts, and the holders are the workers
-    with an equal state.
+    At the start of a run, states may differ (different seeds, or only some workers have loaded a checkpoint).  Then the
+    run continues from the worker with the lowest id among the workers with the most completed steps.  The holders are
+    the workers whose state equals the state of this worker.
     """
     now = {worker: status.after(committed) for worker, status in sorted(statuses.items()) if status.holds}
     if not now:
@@ -107,9 +107,9 @@ def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
 
 
 def odd_cover(statuses: Mapping[int, Status], at: Standing) -> int | None:
-    """Return the first holder whose buckets contain other parameters than the lowest holder's; None if there is none.
+    """Return the first holder that trains other parameters than the holder with the lowest id; None if all are equal.
 
-    Holders that joined before they applied the last step do not count: they may not have unfrozen a layer yet.
+    Holders that joined before they applied the last step are ignored: they may unfreeze layers after that step.
     """
     newest = {worker: statuses[worker].covered for worker in at.holders if statuses[worker].completed == at.completed}
     return next((worker for worker, covered in newest.items() if covered != next(iter(newest.values()))), None)
@@ -120,8 +120,8 @@ def shares(
 ) -> dict[int, list[int]]:
     """Return worker -> numbers of the microbatches of ``step`` that the worker must run.
 
-    In the epoch's first step these are the microbatches whose gradients no holder has, and only holders get some, since
-    the other workers are fetching the state.
+    The epoch's first step runs only the microbatches whose gradients no holder has, and only on holders, since the
+    other workers fetch the state.
     """
     if step != at.completed + 1:
         return _everybodys(tuple(sorted(members)), microbatches)
@@ -134,6 +134,6 @@ def shares(
 
 @lru_cache(maxsize=1)
 def _everybodys(workers: tuple[int, ...], microbatches: int) -> dict[int, list[int]]:
-    """Return the shares of every step of an epoch but the first; cached, as it takes up to 1 ms with many workers."""
+    """Return the shares of the second and later steps of an epoch; cached, since the computation takes up to 1 ms."""
     dealt = reassign(list(range(microbatches)), 1, workers, load=dict.fromkeys(workers, 0))
     return {worker: dealt[worker][0] for worker in workers}

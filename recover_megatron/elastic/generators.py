@@ -2,7 +2,7 @@
 
     microbatch j of step s     seeded by (seed, s, j)    dropout does not depend on the worker that runs the microbatch
     the update of step s       seeded by (seed, s)       the same on all workers: noise, stochastic rounding
-    the loop after step s      continues that sequence   the same on all workers: an order of samples
+    the loop after step s      continues the update's    the same on all workers: an order of samples
     after `lead`               seeded by (seed, s, n)    the leading worker may have drawn more than the others
 
 So a run in which workers die draws the same numbers as a run without failures, and a new worker draws the same numbers
@@ -27,7 +27,7 @@ class Generators:
     def __init__(self, seed: int | None, device: torch.device) -> None:
         """``device``: device of the parameters."""
         self._seed = seed
-        # Not torch.manual_seed, which formats a call stack for each unused device type, about 1 ms.
+        # torch.manual_seed would take 1 ms longer, since it formats a call stack for each unused device type.
         module = None if device.type == "cpu" else torch.get_device_module(device)
         self._set_device = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
 
@@ -44,14 +44,14 @@ class Generators:
         self._set(f"{step} lead {number}")
 
     def _set(self, of: str) -> None:
-        """Seed all generators from the seed of the run and ``of``, a text that is unique for each use.
+        """Seed all generators from the run's seed and ``of``, a text that is different for each use.
 
-        Equal texts give equal numbers on all workers with the same device type.
+        Workers with the same device type draw equal numbers after an equal ``of``.
         """
         if self._seed is None:
             return
         mixed = hashlib.blake2b(f"{self._seed} {of}".encode(), digest_size=8).digest()
-        number = int.from_bytes(mixed) >> 1  # 63 bits
+        number = int.from_bytes(mixed) >> 1  # keep 63 bits
         torch.default_generator.manual_seed(number)
         if self._set_device is not None:
             self._set_device(number)

@@ -14,10 +14,10 @@ from recover_megatron.errors import Disagreement
 class Gradients:
     """Memory of a model's gradients on one device: one bucket for each dtype of the parameters.
 
-    A parameter is *covered* (has a part of a bucket) from the first step that begins while it is trainable
-    (``requires_grad``); a parameter that is never trained takes no memory.  The counters of a step are at the end of
-    the float64 bucket, else of the float32 bucket, else in a separate bucket: the loss, how often each microbatch was
-    added, and how many microbatches gave each covered parameter a gradient.
+    A parameter is *covered* (part of a bucket) from the first step at whose start it is trainable (``requires_grad``).
+    A parameter that is never trained takes no memory.  The counters of a step are the loss, how often each microbatch
+    was added, and how many microbatches gave each covered parameter a gradient.  They are at the end of the float64
+    bucket if there is one, else of the float32 bucket, else in a separate bucket.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
@@ -25,7 +25,7 @@ class Gradients:
         self._all, self._microbatches = list(parameters), microbatches
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._used: set[int] = set()
-        """Numbers of the covered parameters to which the current microbatch has given a gradient."""
+        """Indices of those covered parameters to which the current microbatch has given a gradient."""
         self._uses: list[float] = []
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._cover([at for at, parameter in enumerate(self._all) if parameter.requires_grad])
@@ -56,20 +56,20 @@ class Gradients:
     def _hook(self, parameter: torch.Tensor, at: int) -> torch.utils.hooks.RemovableHandle:
         """Register a hook that adds ``at`` to ``_used`` when a backward pass gives ``parameter`` a gradient."""
         trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # else torch refuses the hook; while the parameter is frozen, no hook is called
+        parameter.requires_grad_(True)  # torch refuses a hook on a frozen parameter, but never calls it while frozen
         handle = parameter.register_post_accumulate_grad_hook(lambda _: self._used.add(at))
         parameter.requires_grad_(trained)
         return handle
 
     @property
     def covered(self) -> str:
-        """Covered parameters, as a hexadecimal number in which bit n stands for parameter n."""
+        """Covered parameters, as a hexadecimal number: bit n is 1 if parameter n of the model is covered."""
         return f"{sum(1 << at for at in self._covered):x}"
 
     def cover(self, covered: str) -> bool:
-        """Cover exactly the parameters ``covered`` (of another worker); return whether the buckets have changed.
+        """Cover the same parameters as another worker; return whether this has changed the buckets.
 
-        Raises ValueError if this model does not have all these parameters.
+        ``covered``: from the other worker.  Raises ValueError if this model does not have all these parameters.
         """
         bits = int(covered, 16)
         numbers = [at for at in range(bits.bit_length()) if bits >> at & 1]
@@ -94,7 +94,7 @@ class Gradients:
         return [parameter.requires_grad for parameter in self._all]
 
     def train(self, trained: Sequence[bool]) -> None:
-        """Make the model's parameters trainable, or frozen, according to the flags ``trained`` of another worker."""
+        """Make each parameter trainable or frozen.  ``trained``: the property ``trained`` of another worker."""
         for parameter, flag in zip(self._all, trained, strict=True):
             parameter.requires_grad_(flag)
 
@@ -116,8 +116,9 @@ class Gradients:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Set the parameters' ``grad`` to None inside this context: some optimizers (torchtitan's, and the wrapper of
-        torch.distributed.checkpoint) load nothing into parameters that have a gradient.
+        """Set the parameters' ``grad`` to None inside this context, in which a state is loaded.
+
+        Some optimizers (torchtitan's, torch.distributed.checkpoint's wrapper) do not load if there are gradients.
         """
         for parameter, _ in self._grads:
             parameter.grad = None
@@ -128,7 +129,10 @@ class Gradients:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Save finished sums at the start of this context, and restore them at its end: microbatches overwrite them."""
+        """Save finished sums at the start of this context, and restore them at its end.
+
+        Microbatches run inside this context, and add their gradients to the memory of the sums.
+        """
         with contextlib.ExitStack() as stack:
             beside = 0
             for bucket in self.buckets:
@@ -138,11 +142,11 @@ class Gradients:
             yield
 
     def changes(self) -> tuple[int, int]:
-        """Return two counters that grow with each in-place change: of a parameter, and of the gradients' memory."""
+        """Return two counters of in-place changes: of the covered parameters, and of the gradients' memory."""
         return sum(parameter._version for parameter, _ in self._grads), sum(flat._version for flat in self._memory)
 
     def count(self, j: int, loss: torch.Tensor) -> None:
-        """Count microbatch ``j``, whose gradients were added; ``loss``: its part of the step's loss.
+        """Count microbatch ``j`` after its gradients were added, and add its part ``loss`` to the step's loss.
 
         Raises RuntimeError if a gradient is outside the buckets, where it would not be summed.
         """
@@ -177,9 +181,9 @@ class Gradients:
     def leave_out_unused(self) -> None:
         """Set ``grad`` to None for parameters to which no microbatch, on any worker, has given a gradient.
 
-        So optimizers skip these parameters (frozen layers, branches not taken), as without this library.  Called after
-        ``loss``; ``clear`` undoes it.
+        Optimizers skip these parameters (frozen layers, unused branches), as they do without this library.  Must be
+        called after ``loss``.  ``clear`` sets ``grad`` again.
         """
         for (parameter, grad), used in zip(self._grads, self._uses, strict=True):
-            if not used and grad is not None and not grad.any():  # else the loop has written it without autograd
+            if not used and grad is not None and not grad.any():  # not zero if a script has written it without autograd
                 parameter.grad = None

@@ -1,9 +1,9 @@
 """Functions that the leading worker calls for all between two steps; if it dies, the next leading worker calls them.
 
-lead(f) on all      the leading worker calls f at once; the other workers keep f
-a step is finished  the step's sum needed the leading worker, so it has completed f: all workers drop f
-the leader dies     the others join; the new leading worker calls the functions that it has kept
-leave               all join, with ``leaving``, until `settled`: no worker leaves while another worker needs it
+all call lead(f)    the leading worker calls f at once; the other workers keep f
+a step is finished  the step's sum needed the leading worker, so f has returned: all workers drop f
+the leader dies     the others join a new epoch; the new leading worker calls the functions that it has kept
+leave()             all join with ``leaving`` set until `settled`, so no worker leaves while another worker needs it
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 
 class Leading:
-    """Functions that were passed to ``lead`` on this worker since the last step, and are not done."""
+    """Functions that this worker's script has passed to ``lead`` since the last step, and that may not be done."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, Callable[[], Any]]] = []
         self.calls = 0
         """Number of calls of ``lead`` since the last step."""
         self.unsettled = False
-        """True if another worker may still need this worker, so that it must not leave yet."""
+        """True if this worker must not leave yet, since another worker may need its state or its kept functions."""
 
     @property
     def todo(self) -> int:
@@ -36,21 +36,21 @@ class Leading:
         return ", ".join(name for name, _ in self._kept)
 
     def add(self, function: Callable[[], Any], name: str) -> None:
-        """Keep ``function``, which the leading worker must call.  ``name``: "": the function's name."""
+        """Keep ``function`` until a step is finished.  ``name``: for messages; "" for the function's own name."""
         self._kept.append((name or getattr(function, "__name__", "lead"), function))
         self.calls, self.unsettled = self.calls + 1, True
 
     def call(self, begin: Callable[[str], None], failed: Callable[[str, Exception], None]) -> None:
-        """Call the kept functions in order; drop each when it has returned.  Raises what a function raises.
+        """Call the kept functions in order, and drop each function that has returned.  Raises a function's errors.
 
-        ``begin``: called with a function's name before it.  ``failed``: called with name and error if it raises.
+        ``begin(name)`` is called before each function, and ``failed(name, error)`` if a function raises an error.
         """
         while self._kept:
             name, function = self._kept[0]
             begin(name)
             try:
                 function()
-            except (CoordinatorLost, Fenced):  # no fault of the function: this worker is no longer part of the run
+            except (CoordinatorLost, Fenced):  # no error of the function: this worker is no longer part of the run
                 raise
             except Exception as error:
                 failed(name, error)
@@ -58,16 +58,16 @@ class Leading:
             self._kept.pop(0)
 
     def forget(self) -> None:
-        """Drop all functions after a finished step, which shows that they are done and all workers have the state."""
+        """Drop all functions.  Called after a finished step, which shows that all functions have returned."""
         self._kept.clear()
         self.calls, self.unsettled = 0, False
 
 
 def settled(statuses: Mapping[int, Status], at: Standing, completed: int) -> bool:
-    """Return whether a worker whose last step is ``completed`` may leave; ``statuses``: of all workers.
+    """Return whether a worker whose last step is ``completed`` may leave.  ``statuses``: worker id -> status.
 
-    It may leave if the leading worker has completed this step and has no function left to call, and if all workers have
-    a state.
+    The worker may leave if all workers have a state, and if the leading worker has completed the same step and has no
+    function left to call.
     """
     lead = statuses[at.holders[0]]
     return lead.completed >= completed and not lead.todo and all(status.holds for status in statuses.values())

@@ -1,4 +1,4 @@
-"""Forward and backward passes of microbatches, with checks that each changes nothing except the gradients."""
+"""Forward and backward passes of microbatches, with checks that a microbatch changes only the gradients."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Passes:
         begin: Callable[[int], None],
         failed: Callable[[int, Exception], None],
     ) -> bool:
-        """Add the gradients of the microbatches ``share``; return False if ``over()`` is True before the last one.
+        """Run the microbatches ``share`` and add their gradients; stop and return False when ``over()`` is True.
 
-        ``begin``: called with the number of a microbatch before it is run.  ``failed``: called with number and
-        exception before an exception is raised.
+        ``begin(j)`` is called before microbatch j.  ``failed(j, error)`` is called if microbatch j raises an error,
+        before this method raises it.
         """
-        tell_readers(self._loader_lost)  # not only in ``gradient``: this worker may have no microbatch in this step
+        tell_readers(self._loader_lost)  # ``gradient`` does this, too, but is not called without a microbatch
         with self._gradients.kept():
             for j in share:
                 if over():
@@ -66,7 +66,7 @@ class Passes:
     def gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
         """Add the gradient of microbatch ``j``; return its part of the step's loss.
 
-        Raises RuntimeError if the microbatch changed anything else, TypeError if its loss is no scalar tensor.
+        Raises RuntimeError if the microbatch changed parameters or buffers, TypeError if its loss is no scalar tensor.
         """
         before, untrained = self._gradients.changes(), self._state.untrained()
         self._reads = True
@@ -104,6 +104,6 @@ class Passes:
         return loss
 
     def _loader_lost(self, error: RuntimeError) -> None:
-        """Raise ``error``, the death of a DataLoader process, if a microbatch runs; ignore it in other phases."""
+        """Raise ``error``, about the death of a DataLoader process, if a microbatch is running; else ignore it."""
         if self._reads:
             raise error

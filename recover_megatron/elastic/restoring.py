@@ -16,7 +16,7 @@ from recover_megatron.collectives.state.trees import Path
 
 
 class NotRestored(Exception):
-    """A ``load_state_dict`` did not restore the state that it was given, or the holders cannot send their state."""
+    """Error: ``load_state_dict`` did not restore the received state, or the holders cannot send their state."""
 
 
 @contextmanager
@@ -24,20 +24,20 @@ def as_sent(part: object) -> Iterator[None]:
     """Make the optimizers of ``part`` keep the dtypes of a state that is loaded inside this context.
 
     ``torch.optim.Optimizer.load_state_dict`` casts tensors to the dtype of their parameter, so a 32-bit moment of a
-    16-bit parameter would lose half of its bits.  The optimizer's other load hooks work as usual: its
-    pre-hooks run before this module's pre-hook, and its post-hooks after this module's post-hook.
+    16-bit parameter would lose half of its bits.  Load hooks of other users still run: their pre-hooks before this
+    module's pre-hook, and their post-hooks after this module's post-hook.
     """
     with ExitStack() as stack:
         for optimizer in _optimizers(part, {}).values():
             restorer = _Restorer()
-            with suppress(AttributeError):  # accelerate's wrapper is an Optimizer by type, but lacks these methods
+            with suppress(AttributeError):  # accelerate's wrapper subclasses Optimizer without these methods
                 stack.enter_context(optimizer.register_load_state_dict_pre_hook(restorer.before))
                 stack.enter_context(optimizer.register_load_state_dict_post_hook(restorer.after, prepend=True))
         yield
 
 
 def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
-    """Return by ``id``: ``part`` if it is an optimizer, and all optimizers in its attributes (wrappers, containers)."""
+    """Return ``id`` -> optimizer for ``part``, if it is an optimizer, and for all optimizers in its attributes."""
     if isinstance(part, torch.optim.Optimizer):
         found[id(part)] = part
     for value in list(getattr(part, "__dict__", {}).values()):
@@ -49,7 +49,7 @@ def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[i
 
 
 class _Restorer:
-    """Puts the tensors of the loaded state in place of the tensors that an optimizer has cast."""
+    """Load hooks that replace the tensors that an optimizer has cast by the tensors of the loaded state."""
 
     def before(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
         """Keep references to the state that will be loaded and to the present parameter groups."""
@@ -64,7 +64,7 @@ class _Restorer:
                 loaded, sent = optimizer.state[parameter], self._given["state"][number]
                 optimizer.state[parameter] = _merged(loaded, sent, parameter)
         for group, replaced in zip(optimizer.param_groups, self._groups, strict=True):
-            for name, value in group.items():  # a learning rate that is a tensor stays on the device of the old one
+            for name, value in group.items():  # keep a tensor, such as a learning rate, on its device before the load
                 if isinstance(value, torch.Tensor) and isinstance(old := replaced.get(name), torch.Tensor):
                     group[name] = value.to(old.device)
 
@@ -75,7 +75,7 @@ def _merged(loaded: Any, sent: Any, parameter: torch.Tensor) -> Any:
         # A fused optimizer traverses parameter and moment in parallel, so both need the same strides.
         like = parameter if parameter.shape == sent.shape else sent
         if loaded.dtype == sent.dtype == parameter.dtype and loaded.stride() == like.stride():
-            return loaded  # torch has not cast the tensor, at most moved it to another device
+            return loaded  # torch has not cast the tensor
         moved = sent.to(loaded.device)
         if moved.stride() == like.stride():
             return moved
@@ -95,7 +95,7 @@ Contents = dict[Path, tuple[str, int]]
 
 
 def contents(tree: Any, path: Path = ()) -> Contents:
-    """Describe a tree, so that equal trees (bit for bit) have equal descriptions; a tuple counts as a list."""
+    """Describe all values of ``tree``.  Equal trees have equal descriptions; a tuple is described like a list."""
     if isinstance(tree, torch.Tensor):
         small = tree.nbytes < _SMALL
         found = zlib.crc32(bytes_of(tree).cpu().numpy().data) if small else digest([tree])
@@ -114,14 +114,14 @@ def contents(tree: Any, path: Path = ()) -> Contents:
 
 
 def is_container(described: tuple[str, int]) -> bool:
-    """Return whether ``described`` belongs to a dictionary or list, whose items have descriptions of their own."""
-    return described[0].startswith("a ")  # JSON text never does
+    """Return whether ``described`` describes a dictionary or list, whose items are described separately."""
+    return described[0].startswith("a ")  # JSON text never starts like this
 
 
 def difference(sent: Contents, loaded: Contents) -> str:
-    """Return a text with the first differences, "" if there are none.
+    """Return a text with the first differences between the states ``sent`` and ``loaded``; "" if they are equal.
 
-    The order of the tensors counts, too, because a worker that sends the state numbers the tensors in this order.
+    A different order of the tensors is a difference, since a worker that sends a state numbers tensors in this order.
     """
     nothing = ("nothing", 0)
     places = [place for place in {**sent, **loaded} if sent.get(place) != loaded.get(place)]
@@ -138,4 +138,4 @@ def difference(sent: Contents, loaded: Contents) -> str:
 
 
 def _tensors(described: Contents) -> list[Path]:
-    return [place for place, (text, _) in described.items() if text.startswith("torch.")]  # JSON never does
+    return [place for place, (text, _) in described.items() if text.startswith("torch.")]  # no JSON is

@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 
 class Optimizers:
-    """Several optimizers with the interface of one: ``step`` steps all, in order; their states are numbered."""
+    """Several optimizers with the interface of one optimizer, whose state is number -> state of an optimizer."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -58,7 +58,7 @@ class Optimizers:
         return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the states; raise ValueError for the state of a single optimizer or of more or fewer optimizers."""
+        """Load the states by number.  Raises ValueError if ``state_dict`` is not from the same number of optimizers."""
         if (wanted := set(map(str, range(len(self.optimizers))))) != set(state_dict):
             raise ValueError(f"the optimizers' state has the keys {sorted(state_dict)}, expected {sorted(wanted)}")
         for number, optimizer in enumerate(self.optimizers):
@@ -77,17 +77,17 @@ class State:
         self._untrained = [(path + dot + val, model.get_submodule(path), val) for path, dot, val in names]
 
     def tree(self) -> dict[str, Any]:
-        """Return the current state as a tree; the tensors in it are not copies, but in use."""
+        """Return the current state as a tree; its tensors share memory with the model and the optimizer."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load(self, tree: Mapping[str, Any], *, copied: bool = False) -> None:
-        """Load a tree.  Raises ValueError if the tree has other parts than this state, and what the parts raise.
+        """Load ``tree`` into the parts.  Raises ValueError if the part names differ, and the errors of the parts.
 
-        ``copied``: load a copy; otherwise the optimizers keep and change the tensors of the tree.
+        ``copied``: load a copy of ``tree``.  If False, the optimizers keep the tensors of ``tree`` and change them.
         """
         if set(tree) != set(self._parts):
             raise ValueError(f"the state has the parts {sorted(tree)}, this worker has {sorted(self._parts)}")
-        # If the model of a checkpoint has other dtypes, let torch cast the optimizer's state as usual.
+        # If the checkpoint's model has other dtypes than this model, torch may cast the optimizer's state as usual.
         same_types = _types(tree["model"]) == _types(self._parts["model"].state_dict())
         for name, part in self._parts.items():
             with as_sent(part) if same_types else contextlib.nullcontext():
@@ -101,16 +101,17 @@ class State:
             raise UserError(*reasons)
 
     def digest(self) -> str:
-        """Return a digest: states that are equal bit for bit have equal digests.  Raises as ``check`` does."""
+        """Return a digest of the state, equal for states that are equal bit for bit.  Raises as ``check`` does."""
         self.check()
         text, tensors = flatten(self.tree())
         known = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return f"{digest([known, *tensors]):x}"
 
     def described(self) -> dict[str, str]:
-        """Return name of a value -> its text, or dtype, shape and digest; equal for states that are equal bit for bit.
+        """Return value name -> description: a text, or a tensor's dtype, shape and digest.
 
-        The order of keys in dictionaries does not count, since a load may have changed the order.
+        States that are equal bit for bit have equal descriptions.  The order of keys does not count, since a load may
+        have changed it.
         """
         found = {".".join(map(str, path)): val for path, val in contents(self.tree()).items() if not is_container(val)}
         return {name: f"{text} {number}" for name, (text, number) in sorted(found.items())}
@@ -118,14 +119,14 @@ class State:
     def untrained(self) -> dict[str, tuple[torch.Tensor | None, int]]:
         """Return name -> (tensor, version counter) for the buffers and frozen parameters of the model's state."""
         tensors = ((name, getattr(module, val, None)) for name, module, val in self._untrained)
-        # An inference tensor has no version counter, and can be changed only in torch's inference mode.
+        # An inference tensor has no version counter; use 0, since it changes only in torch's inference mode.
         return {name: (val, 0 if val is None or val.is_inference() else val._version) for name, val in tensors}
 
     def changed(self, since: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:
         """Return the names of tensors that were changed in place or replaced after ``untrained`` returned ``since``.
 
-        Torch does not count changes of a BatchNorm's running statistics, but it counts changes of
-        ``num_batches_tracked``, which changes with the statistics.
+        A BatchNorm's running statistics change without a new version, but ``num_batches_tracked``, which changes with
+        them, gets a new version.
         """
         now = self.untrained()
         return [name for name, (val, count) in since.items() if now[name][0] is not val or now[name][1] != count]
@@ -133,7 +134,7 @@ class State:
     def place(self) -> Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]:
         """Return a ``Place`` that puts the model's tensors of a received tree into the memory of this model.
 
-        If the receipt fails midway, the model contains part of a state, and the state must be fetched again.
+        If a transfer fails midway, the model is partly overwritten, and the state must be fetched again.
         """
         model = {name: value for name, value in self._parts["model"].state_dict().items() if torch.is_tensor(value)}
 
@@ -158,7 +159,7 @@ def _cannot_be_sent(tree: Any) -> str:
 
 
 class Exchange:
-    """Sends this worker's state to other workers, or fetches a state.  ``host``: address at which others reach it."""
+    """Sends this worker's state to other workers, or fetches theirs.  ``host``: address of this worker's host."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.store = PeerStoreServer(host, secret)
@@ -168,14 +169,14 @@ class Exchange:
 
     @property
     def address(self) -> str:
-        """Address of this worker's peer store, from which other workers fetch the offer."""
+        """Address of this worker's peer store, from which other workers fetch the state."""
         return self.store.address
 
     def put(self, epoch: int, completed: int, trained: Sequence[bool], state: State) -> None:
         """Offer the state after step ``completed`` to the other workers of ``epoch``, until ``withdraw``.
 
-        ``trained``: flags of the model's parameters, True if trainable.  If the state cannot be sent (any more), the
-        other workers receive the reason instead, and this worker continues to train.
+        ``trained``: for each parameter of the model, True if it is trainable.  If the state cannot be sent, the other
+        workers receive the reason instead and exit, and this worker continues to train.
         """
         tree = {"completed": completed, "trained": list(trained), "state": state.tree()}
         if why := _cannot_be_sent(tree["state"]):
@@ -199,9 +200,9 @@ class Exchange:
     ) -> tuple[int, list[bool]]:
         """Fetch the state from ``holders`` (worker -> address) and load it; return its last step, and ``trained``.
 
-        ``stay``: called repeatedly; raises to abort.  ``progress``: called when data arrives.  Raises what ``stay``
-        raises, ``PeerLost`` if all holders are lost, ``Disagreement`` if the received data is damaged, and
-        ``NotRestored`` if the holders cannot send their state, or the loaded state differs from the sent state.
+        ``stay`` is called repeatedly, and aborts the transfer by raising an error.  ``progress`` is called when data
+        arrives.  Raises the errors of ``stay``, ``PeerLost`` if all holders are lost, ``Disagreement`` if the received
+        data is damaged, and ``NotRestored`` if a holder cannot send its state, or the loaded state differs.
         """
         name = f"{KIND}/{epoch}"
 

@@ -20,7 +20,7 @@ log = get_logger(__name__)
 Microbatch = Callable[[int, int], torch.Tensor]
 """Function ``microbatch(step, j)``: returns the loss (a scalar) of microbatch ``j`` (from 0) of ``step`` (from 1).
 
-The loss must depend only on the two numbers and the model: every worker uses the same samples for them.
+The loss must depend only on ``step``, ``j`` and the model, so that every worker would compute the same loss.
 """
 
 
@@ -43,7 +43,7 @@ class StepResult:
 
 
 class Elastic(Protocol):
-    """Subset of `ElasticDataParallel` that ``run`` uses."""
+    """Methods and attributes of `ElasticDataParallel` that ``run`` uses."""
 
     completed: int
 
@@ -57,10 +57,10 @@ class Elastic(Protocol):
 def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
     """Train until step ``steps`` is finished; yield the result of each step when it is applied on this worker.
 
-    Every worker runs the body of the ``for`` loop between two steps (a scheduler's step, a line in a log); use
-    ``elastic.lead`` for actions of one worker for all (a checkpoint, an evaluation).  A worker that joins a running job
-    gets the state of the others and begins with their current step, so it yields no earlier step.  If a worker has
-    completed all ``steps`` at the start, all workers get its state, and nothing is left to train.
+    Every worker runs the body of the ``for`` loop between two steps (a scheduler's step, a line in a log).  Use
+    ``elastic.lead`` for an action that only one worker must take (a checkpoint, an evaluation).  A worker that joins a
+    running job gets the others' state and begins with their current step, so it yields no earlier step.  If a worker
+    starts from a checkpoint after step ``steps``, all workers get this state, and nothing is left to train.
 
     After the last step the worker leaves the run.  If a script breaks out of the loop, it must call
     ``elastic.leave()``.  A worker that is no longer part of the run exits here (SystemExit): with code 13 if it was
@@ -76,7 +76,7 @@ def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepRe
 
 @contextmanager
 def ends_in_order(worker: int) -> Iterator[None]:
-    """Exit the process if the body finds that ``worker`` is no longer part of the run; the exit code tells why."""
+    """Exit the process, with an exit code for the reason, if ``Fenced`` or ``CoordinatorLost`` is raised inside."""
     try:
         yield
     except Fenced as error:
@@ -94,7 +94,7 @@ type Method[**P, T] = Callable[Concatenate[Any, P], T]
 def takes_part[**P, T](method: Method[P, T]) -> Method[P, T]:
     """Decorate a method so that it exits the process if ``step`` has raised an exception before.
 
-    Gradients, sum or update may be incomplete on this worker then.
+    After an exception in ``step``, this worker's gradients, sums or parameters may be incomplete.
     """
 
     @wraps(method)
@@ -109,8 +109,8 @@ def takes_part[**P, T](method: Method[P, T]) -> Method[P, T]:
 def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
     """Decorate a method that returns the state, so that it never returns a half-updated state.
 
-    If an exception has interrupted an update, the method exits the process.  Inside the optimizer's step (for example
-    in a signal handler) it raises RuntimeError.
+    If an exception has interrupted an update, a call exits the process.  A call during the optimizer's step (for
+    example by a signal handler) raises RuntimeError.
     """
 
     @wraps(method)
@@ -128,33 +128,33 @@ def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
 
 
 def _half_updated(elastic: Any) -> bool:
-    """Return whether an exception has interrupted, on this worker, the update of a step that the run has committed."""
+    """Return whether an exception stopped this worker after the commit of a step and before its update was complete."""
     return elastic._failed is not None and elastic._column.committed > elastic.completed
 
 
 def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
-    """Decorate ``step`` so that the first exception is kept and reported to the coordinator."""
+    """Decorate ``step``: save the first exception in ``_failed``, report it to the coordinator and raise it again."""
 
     @takes_part
     @wraps(step)
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return step(self, *args, **kwargs)
-        except (Fenced, CoordinatorLost):  # every later call raises them again
+        except (Fenced, CoordinatorLost):  # not saved, since each later call raises them again
             raise
         except BaseException as error:
             self._failed = error
             if isinstance(error, Exception):
                 self._report("update" if _half_updated(self) else "step", None, error)
             raise
-        finally:  # a script that catches the exception may change the state while others fetch it
+        finally:  # a script that catches the exception may change the state, which other workers must not fetch then
             self._exchange.withdraw()
 
     return called
 
 
 def _end(elastic: Any, method: str) -> NoReturn:
-    """Exit the process of a worker whose script calls ``method`` after ``step`` has raised an exception."""
+    """Log that the script called ``method`` after an exception in ``step``, and exit this worker's process."""
     error, step = elastic._failed, elastic.completed + 1
     what = "parameters and optimizer may be half updated" if _half_updated(elastic) else "its gradients are incomplete"
     log.error(

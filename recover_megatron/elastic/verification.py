@@ -1,8 +1,7 @@
-"""Comparison of the workers' states, which must be equal: the workers exchange digests over the step's ring.
+"""Comparison of the workers' states, which must be equal.  The workers exchange digests over the step's ring.
 
-own digests --exchange of one number--> all equal: nothing else is sent
-                                        else: an exchange of two numbers per value (name, digest), which shows what
-                                        differs; workers whose state differs from the majority's are odd
+1. Each worker sends one number, a digest of its complete state.  If all numbers are equal, nothing else is sent.
+2. Otherwise each worker sends two numbers per value (name, digest), which shows the values that differ.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""Function that sends a list of signed 64-bit integers to all members; returns all lists, by rank; may block."""
+"""Function that sends a list of signed 64-bit integers to all members, waits, and returns all lists by rank."""
 
 _MOST_NAMES = 5
 
@@ -27,7 +26,7 @@ class Verdict:
     most: tuple[int, ...]
     """Ids of the workers, more than half of all, whose states are equal; empty if there is no majority."""
     names: str
-    """Names of the first values in which the states differ, and the number of further ones, for messages."""
+    """Names of the first five values that differ, and the number of further values that differ, for messages."""
 
     def text(self, step: int) -> str:
         """Return a message about the workers that differ after ``step``, and what the run does now."""
@@ -48,8 +47,8 @@ class Verdict:
 def compare(exchange: Exchange, workers: Sequence[int], own: Mapping[str, str]) -> Verdict | None:
     """Compare the states of all ``workers`` (ids by rank); return None if all are equal.  ``own``: name -> digest.
 
-    All workers must call this at the same place among their collectives.  All get the same verdict, except for the
-    names, since a worker does not know the names of tensors that it does not have.  Raises as ``exchange`` does.
+    Collective: all workers must call it in the same order among their other collectives.  All get the same verdict,
+    except that a worker cannot name tensors that it does not have.  Raises the errors of ``exchange``.
     """
     total = _number("".join(f"{name}={digest};" for name, digest in own.items()))
     digests = [row[0] for row in exchange([total])]

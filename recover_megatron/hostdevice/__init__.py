@@ -1,8 +1,8 @@
 """Run Megatron-LM's own training loop on a machine without a GPU (docs/hostdevice.md).
 
-``wanted(device)`` decides whether a run uses the host device.  After ``activate()``, ``torch.cuda`` describes one
-simulated device whose memory is ordinary host memory.  Importing this package changes nothing and imports neither torch
-nor Megatron.
+``wanted(device)`` returns whether a run must use the host device.  After ``activate()``, ``torch.cuda`` describes one
+simulated device whose memory is ordinary host memory.  The import of this package changes nothing, and does not import
+torch or Megatron.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ log = get_logger(__name__)
 _active = False
 
 DEADLINE_S = 60.0
-"""Seconds to wait for the driver's answer; initializing a node's eight GPUs takes some seconds at most."""
+"""Seconds to wait until the CUDA driver is initialized, which takes a few seconds on a node with eight GPUs."""
 
-# Prints one line: "none" (no driver, or a driver without a device), "devices N", or "broken TEXT".
+# A program that prints one line: "none" (no driver, or a driver without a device), "devices N", or "broken TEXT".
 _PROBE = """
 import ctypes
 try:
@@ -48,19 +48,19 @@ else:
 
 
 class HostDeviceError(RuntimeError):
-    """Error if the host device cannot be chosen or activated; the message gives the reason and the remedy."""
+    """Error: the wanted device cannot be used.  The message gives the reason and the remedy."""
 
 
 class CudaBroken(RuntimeError):
-    """Error if a CUDA driver is installed but does not work."""
+    """Error: a CUDA driver is installed but does not work."""
 
 
 def wanted(device: str) -> bool:
     """Return whether a run with ``--recover-device device`` must use the host device.
 
     "cpu": True.  "cuda": False.  "auto": True if there is no CUDA device that torch can use.  Initializes no driver, so
-    this process can still fork.  Raises ``HostDeviceError`` for "cuda" without such a device, and for "auto" and "cuda"
-    if a CUDA driver is installed but fails (a worker that silently continued without a GPU would delay the run).
+    this process can still fork.  Raises ``HostDeviceError`` for "cuda" if there is no such device.  Raises it for
+    "auto" and "cuda" if a CUDA driver is installed but fails, since a worker without a GPU would slow down the run.
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"device must be auto, cuda or cpu, not {device!r}")
@@ -87,9 +87,9 @@ def wanted(device: str) -> bool:
 def driver_device_count() -> int:
     """Return the number of devices that the CUDA driver offers to this process; 0 if there is no driver.
 
-    A child process queries the driver, so that this process can still fork: ``torch.cuda.is_available()`` may
-    initialize the driver.  The child calls the driver directly, so that ``CUDA_VISIBLE_DEVICES`` has CUDA's meaning
-    and a broken driver is distinguished from no driver.  Raises ``CudaBroken`` if a driver is installed and fails.
+    A child process queries the driver, since a process that has initialized the driver cannot fork.  The child does
+    not use torch, so that the driver interprets ``CUDA_VISIBLE_DEVICES``, and a broken driver is distinguished from a
+    missing driver.  Raises ``CudaBroken`` if a driver is installed and fails.
     """
     try:
         done = subprocess.run(
@@ -111,7 +111,10 @@ def driver_device_count() -> int:
 
 
 def usable_device_count() -> int:
-    """Return ``driver_device_count()``, or 0 if the installed torch was built without CUDA."""
+    """Return the number of CUDA devices that torch can use: 0 if torch was built without CUDA.
+
+    Raises ``CudaBroken`` if a driver is installed and fails.
+    """
     count = driver_device_count()
     if count:
         import torch
@@ -130,8 +133,8 @@ def activate(within: str | None = None) -> None:
     """Make torch and Megatron of this process run on the host.  Idempotent; it cannot be undone.
 
     Raises ``HostDeviceError`` if a Megatron module was imported before, because Megatron keeps references to functions
-    that are replaced.  ``within``: the package of Megatron whose first lines call this function (a patched Megatron);
-    then only the modules of that package are checked.  Logs one line if the process has rank 0 or no rank.
+    that are replaced here.  ``within``: if a package of a patched Megatron calls this function, the package's name;
+    then only modules of this package are checked.  The process of rank 0, or without a rank, logs one line.
     """
     global _active
     if _active:
@@ -139,7 +142,7 @@ def activate(within: str | None = None) -> None:
     loaded = sorted(name for name in sys.modules if name.startswith(f"{within or 'megatron'}."))
     if loaded:
         raise HostDeviceError(
-            f"the host device must be activated before Megatron is imported, but {loaded[0]} already is: "
+            f"the host device must be activated before Megatron is imported, but {loaded[0]} is imported already: "
             "call recover_megatron.hostdevice.activate() first, at the top of the training script."
         )
     from recover_megatron.hostdevice import apex_stub, megatron_fixes, replacements

@@ -1,7 +1,7 @@
-"""Replacements for the apex kernels that Megatron uses without TransformerEngine, and for FusedAdam.
+"""Replacements for apex's FusedAdam and layer norm, which Megatron uses without TransformerEngine.
 
-Without them Megatron falls back to ``torch.optim.AdamW``, whose per-parameter ``step`` its distributed optimizer cannot
-reload, and to ``torch.nn.LayerNorm``, which it refuses to combine with sequence parallelism.
+Without these replacements Megatron uses torch's AdamW and LayerNorm.  But Megatron's distributed optimizer cannot load
+AdamW's ``step``, which is per parameter, and Megatron refuses torch's LayerNorm with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from recover_megatron.hostdevice import ssm
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW with the interface of apex and of Transformer Engine: the step count belongs to the group.
+    """Adam or AdamW with the interface of apex's and Transformer Engine's FusedAdam: one step count per group.
 
-    Like Transformer Engine's, this optimizer can keep the moments in bfloat16 (``exp_avg_dtype``,
-    ``exp_avg_sq_dtype``; None: the parameter's dtype); it can keep main parameters of bfloat16 parameters
-    (``master_weights``), complete or as the 16 bits that the parameter lacks (``store_param_remainders``); and it can
-    read gradients of any dtype from ``decoupled_grad``.  It computes in float32.
+    As in Transformer Engine, moments may be bfloat16 (``exp_avg_dtype``, ``exp_avg_sq_dtype``; None: the parameter's
+    dtype).  A bfloat16 parameter may have a float32 main parameter (``master_weights``), stored completely or as the 16
+    bits that the parameter lacks (``store_param_remainders``).  Gradients of any dtype may be in ``decoupled_grad``.
+    The optimizer computes in float32.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-        self.use_decoupled_grad = use_decoupled_grad  # Megatron sets it later, too
+        self.use_decoupled_grad = use_decoupled_grad  # Megatron may change this attribute later
         self.store_param_remainders = store_param_remainders and master_weights
         self._scales: dict[Any, dict[str, torch.Tensor]] = {}
-        """Scales as in Transformer Engine, for each moment that is not in float32; for bfloat16 they are 1."""
+        """Parameter -> name of a bfloat16 state tensor -> its scale, which is 1; Transformer Engine has this, too."""
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Make one step; parameters without a gradient do not change."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             used = [p for p in group["params"] if self._gradient(p) is not None]
@@ -91,7 +91,7 @@ class FusedAdam(torch.optim.Optimizer):
         (state[state_name] if state_name in state else self._allot(param, state_name)).copy_(unscaled_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; tensors in bfloat16 are converted to float32, other tensors keep their dtype."""
+        """Return the optimizer's state, with bfloat16 tensors converted to float32."""
         found = super().state_dict()
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in found["param_groups"] for number in group["params"]]
@@ -103,7 +103,7 @@ class FusedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if None in self.name_to_dtype_map.values():
-            return  # torch has loaded the state in the parameter's dtype
+            return  # moments have the parameter's dtype, in which torch has loaded them
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, p in zip(numbers, every, strict=True):
@@ -119,7 +119,7 @@ class FusedAdam(torch.optim.Optimizer):
         return self.store_param_remainders and p.dtype == torch.bfloat16
 
     def _allot(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """Allocate the tensor ``name`` of the state of ``p``, and return it uninitialized."""
+        """Allocate the tensor ``name`` in the state of parameter ``p``; return the tensor uninitialized."""
         main = torch.int16 if self._has_remainder(p) else torch.float32
         dtype = main if name == "master_param" else self.name_to_dtype_map[name] or p.dtype
         if dtype == torch.bfloat16:
@@ -128,13 +128,13 @@ class FusedAdam(torch.optim.Optimizer):
         return self.state[p][name]
 
     def _in_full(self, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (main parameter, gradient, both moments) in float32, without a copy if possible."""
+        """Return main parameter, gradient, ``exp_avg`` and ``exp_avg_sq`` in float32, without a copy if possible."""
         state, gradient = self.state[p], self._gradient(p)
         main = p
         if self.master_weights and p.dtype != torch.float32:
             main = state["master_param"]
         if main.dtype == torch.int16:
-            high = p.view(torch.int16).int() - (main < 0).int()  # a negative remainder was rounded up
+            high = p.view(torch.int16).int() - (main < 0).int()  # if the low bits are negative, ``p`` was rounded up
             main = (high << 16 | main.int() & 0xFFFF).view(torch.float32)
         moments = [state[name] for name in self.name_to_dtype_map]
         for name, moment in zip(self.name_to_dtype_map, moments, strict=True):
@@ -155,12 +155,12 @@ class FusedAdam(torch.optim.Optimizer):
             p.copy_(main)
 
     def _update_all(self, full: list[tuple[torch.Tensor, ...]], group: dict[str, Any]) -> None:
-        """Update all parameters in one pass over memory, as apex does: four times as fast as a call per operation."""
+        """Update all parameters with torch's fused kernel, which is four times as fast as one call per operation."""
         (beta1, beta2), rule = group["betas"], adamw if self.adam_w_mode else adam
         rule(
             *([item[at] for item in full] for at in range(4)),
             [],
-            [torch.tensor(float(group["step"]) - 1) for _ in full],  # torch's update increments each step count first
+            [torch.tensor(float(group["step"]) - 1) for _ in full],  # torch's function adds 1 to the step count
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -172,7 +172,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def _update(self, full: tuple[torch.Tensor, ...], group: dict[str, Any]) -> None:
-        """Update one parameter without bias correction, which torch's own update always applies."""
+        """Update one parameter without bias correction, which torch's fused kernel always applies."""
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         p, grad, exp_avg, exp_avg_sq = full
         if self.adam_w_mode:
@@ -185,11 +185,11 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedLayerNormAffineFunction:
-    """Layer norm with apex's calling convention; torch's autograd runs the backward pass."""
+    """Layer norm with the interface of apex's autograd function."""
 
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[no-untyped-def]
-        """Raise NotImplementedError: Megatron only reads the argument names of this function, and never calls it."""
+        """Raise NotImplementedError.  Megatron reads the argument names of this function, but never calls it."""
         raise NotImplementedError
 
     @staticmethod
@@ -201,19 +201,19 @@ class FusedLayerNormAffineFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """Return ``F.layer_norm``; ``memory_efficient`` changes only what apex saves for the backward pass."""
+        """Return the layer norm of ``input``.  ``memory_efficient`` has no effect; in apex it saves memory."""
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 CHUNK = 1 << 18
-"""Number of elements to convert at once, because ``vector_norm(..., dtype=torch.float64)`` copies its whole input."""
+"""Number of elements per call of ``vector_norm(..., dtype=torch.float64)``, which makes a float64 copy of its input."""
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of all elements, a float64 scalar on the device of ``tensors``.
 
-    On the CPU torch adds up float32 squares in float32 without correction (torch 2.15): from 2^24 elements on the norm
-    is too small by up to some percent, and depends on how the elements are divided into tensors.
+    On the CPU, torch 2.15 adds up float32 squares in float32.  From 2^24 elements on, such a norm is too small by up to
+    some percent, and depends on how the elements are divided into tensors.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     parts = [part for item in flat for part in (item.split(CHUNK) if item.device.type == "cpu" else (item,))]
@@ -224,14 +224,14 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm with the constructor of Megatron's norms (see megatron_fixes.py, "rms-norm")."""
+    """Root-mean-square norm with the interface of Megatron's norms (used by "rms-norm" in megatron_fixes.py)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
-        # Megatron sums the gradients of such weights over the tensor-parallel group.
+        # If this attribute is True, Megatron sums the weight's gradients over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -240,12 +240,12 @@ class RMSNorm(torch.nn.Module):
 
 
 def install() -> None:
-    """Install the replacements as modules of apex and of the kernels of ssm.py, and hide TransformerEngine."""
+    """Install stand-ins for apex, mamba_ssm, causal_conv1d and fla in ``sys.modules``, and hide TransformerEngine."""
     members: dict[str, dict[str, Any]] = {
         "apex": {},
         "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization": {},
-        # Megatron imports the precision-aware optimizer only from here; the import works without parent packages.
+        # Megatron imports its precision-aware optimizer from this module, which can be imported without its parents.
         "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
         **ssm.MODULES,
@@ -253,7 +253,7 @@ def install() -> None:
     for name, contents in members.items():
         module = types.ModuleType(name, "replacement by recover_megatron.hostdevice")
         module.__path__ = []
-        module.__spec__ = ModuleSpec(name, None)  # other packages ask importlib whether the module exists
+        module.__spec__ = ModuleSpec(name, None)  # ``importlib.util.find_spec`` fails for a module without a spec
         vars(module).update(contents)
         sys.modules[name] = module
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]

@@ -3,11 +3,11 @@
     --context-parallel-size   the sequence is cut into 2 * (group size) chunks, and each worker has the queries of an
                               early and a late chunk, as in Megatron; keys and values are gathered over the group
     --multi-latent-attention  keys and values differ in width
-    packed sequences          a token sees the earlier tokens of its own sequence
+    packed sequences          a token sees only the earlier tokens of its own sequence
 
-With --qk-clip or --log-max-attention-logit the largest logit of each head is kept, as in Transformer Engine's attention
-(``current_max_attn_logits``).  Other configurations use Megatron's own ``DotProductAttention``, unchanged.
-Parameters and checkpoints are as Megatron's.  This module never imports Megatron: ``for_class`` receives its module.
+With --qk-clip or --log-max-attention-logit the largest logit of each head is saved in ``current_max_attn_logits``, as
+in Transformer Engine.  Other configurations use Megatron's own ``DotProductAttention``.  Parameters and checkpoints are
+the same as Megatron's.  This module does not import Megatron: ``for_class`` gets Megatron's module as an argument.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
     """Return, for each of ``size`` context-parallel ranks, the positions of its tokens: [length / size], int64.
 
-    Of 2 * size chunks, rank r has the chunks r and 2 * size - 1 - r, which balances the work of a causal mask.
+    The sequence is cut into 2 * size chunks.  Rank r has the chunks r and 2 * size - 1 - r, so that with a causal mask
+    all ranks have the same amount of work.
     ``length`` must be a multiple of 2 * size.
 
     >>> [part.tolist() for part in dealt_positions(8, 2)]
@@ -38,7 +39,9 @@ def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
 
 
 def sequences_of(boundaries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the number of the sequence at each position (int64); ``boundaries``: [sequences + 1], 0 and all ends.
+    """Return, for each position in a row of packed sequences, the number of its sequence (int64).
+
+    ``boundaries``: [sequences + 1], start of the first sequence (0) and end of each sequence.
 
     >>> sequences_of(torch.tensor([0, 3, 4]), torch.arange(6)).tolist()
     [0, 0, 0, 1, 2, 2]
@@ -55,15 +58,16 @@ def visible(
     boundaries: torch.Tensor | None = None,
     of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the mask of the keys that each query sees: [queries, keys], bool.
+    """Return a mask, True where a query sees a key: [queries, keys], bool.
 
     Args:
         queries: [queries], position of each query.
         keys: number of keys; their positions are 0 .. keys - 1.
-        causal: True if a query sees no later key.
-        window: (before, after): how far a query sees to both sides, in place of ``causal``; -1: without limit.
-        boundaries: starts and ends of packed sequences; None: one sequence.
-        of_keys: boundaries of the keys' sequences, in cross attention; None: ``boundaries``.
+        causal: True if a query sees no keys at later positions.
+        window: (before, after), numbers of earlier and later positions that a query sees, -1 for all; None: use
+            ``causal``.
+        boundaries: boundaries of the queries' packed sequences (see ``sequences_of``); None: one sequence.
+        of_keys: boundaries of the keys' packed sequences; None: the same as ``boundaries``.
     """
     rows, columns = queries[:, None], torch.arange(keys)[None, :]
     if window is not None:
@@ -86,15 +90,16 @@ def attend(
     dropout: float = 0.0,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of all queries on the keys that they see.
+    """Return the attention of all queries on the keys that the queries see.
 
     Args:
         query: [queries, batch, heads, width].
         key: [keys, batch, groups, width]; ``heads`` is a multiple of ``groups``.
         value: [keys, batch, groups, value width]; the value width may differ from ``width``.
-        seen: bool, can be broadcast to [batch, heads, queries, keys]; a query that sees nothing gets zeros.
+        seen: mask, True where a query sees a key; bool, broadcast to [batch, heads, queries, keys].  The result is zero
+            for a query that sees no key.
         scale: factor of the products of queries and keys.
-        dropout: probability for the weights, drawn from torch's default generator.
+        dropout: probability that an attention weight is dropped; uses torch's default generator.
         sink: [heads], logit of an additional key that every query sees and whose value is zero.
 
     Returns:
@@ -117,7 +122,10 @@ def attend(
 
 @torch.no_grad()
 def largest_logits(query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Return the largest logit of each head [heads], float32, over all visible pairs; see ``attend``."""
+    """Return the largest logit of each head, float32 [heads], over all queries and the keys that they see.
+
+    Arguments are as in ``attend``.
+    """
     heads, groups = query.shape[2], key.shape[2]
     key = key.repeat_interleave(heads // groups, dim=2)
     logits = torch.einsum("qbhw,kbhw->bhqk", query.float(), key.float()) * scale
@@ -125,7 +133,7 @@ def largest_logits(query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, *
 
 
 def in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
-    """Sort the concatenated parts of all ``size`` ranks [length, ...] into the order of the sequence."""
+    """Sort a tensor [length, ...] that was gathered from ``size`` context-parallel ranks into the sequence's order."""
     if size == 1:
         return gathered
     return gathered[torch.cat(dealt_positions(gathered.shape[0], size)).argsort()]
@@ -136,16 +144,19 @@ def _first_of(padded: torch.Tensor | None, others: torch.Tensor | None) -> torch
 
 
 def for_class(original: Any, module: ModuleType) -> type:
-    """Return a subclass of ``original``, ``DotProductAttention`` of Megatron's ``module``, with this attention."""
+    """Return a subclass of Megatron's ``DotProductAttention`` that computes attention with this module.
+
+    ``original``: Megatron's class; ``module``: the Megatron module that defines it.
+    """
 
     class DotProductAttention(original):
-        """Megatron's attention or, if Megatron's does not support the configuration, the attention of this module."""
+        """Megatron's attention or, for configurations that Megatron's does not support, this module's attention."""
 
         def __init__(
             self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
         ) -> None:
             adapted = copy.copy(config)
-            adapted.context_parallel_size = 1  # Megatron only asserts that this value is 1
+            adapted.context_parallel_size = 1  # Megatron uses this value only to assert that it is 1
             super().__init__(adapted, *args, **kwargs)
             self.config = config
             self._splits = config.context_parallel_size > 1
@@ -169,7 +180,7 @@ def for_class(original: Any, module: ModuleType) -> type:
             attention_bias: torch.Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
-            """Compute attention, with Megatron's shapes; for packed sequences these are [tokens, heads, width]."""
+            """Return the attention; shapes are as in Megatron, [tokens, heads, width] for packed sequences."""
             if not (self._splits or self._own_widths or packed_seq_params is not None):
                 if self._keeps_logits:
                     positions = torch.arange(query.shape[0])

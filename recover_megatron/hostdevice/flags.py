@@ -1,4 +1,4 @@
-"""Megatron flags on the host device: required ones and unsupported ones.  Imports neither torch nor Megatron."""
+"""Megatron flags that the host device requires or does not support.  Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _warned = False
 
 
 def host_defaults() -> list[str]:
-    """Return the Megatron flags without which a run on the host device fails, as argv items.
+    """Return the Megatron flags that a run on the host device needs, as items of argv.
 
-    A script puts them before the user's flags, so that the user's flags win.  Fusions that run unchanged on the host
-    keep Megatron's default, so that the same command line computes the same as on a GPU.
+    A script puts these flags before the user's flags, which take precedence.  Fusions that work on the host keep
+    Megatron's default, so that a command line computes the same numbers as on a GPU.
     """
     return [
         "--transformer-impl=local",
@@ -45,15 +45,15 @@ def host_defaults() -> list[str]:
 
 
 def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str = "leave it out") -> Rule:
-    """Return a rule that refuses a flag.
+    """Return a rule that refuses ``flag`` because of ``why``; ``do`` is the remedy.
 
-    ``file``: Megatron's file in which the run would fail.  ``when``: condition; None: the flag is given.
+    ``file``: Megatron's file in which the run would fail.  ``when``: condition of the refusal; None: the flag is given.
     """
     return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
 
 def _knows_documents(args: Any) -> bool:
-    """Return whether parts of the model other than its attention need the document boundaries of tokens."""
+    """Return whether layers other than attention need to know in which document a token is."""
     rotary = is_one_of("position_embedding_type", "rope", "yarn", "mrope")
     return has_layers("MG")(args) or rotary(args) or is_set("multi_latent_attention", "mtp_num_layers")(args)
 
@@ -111,7 +111,7 @@ RULES = [
          all_of(is_set("sft"), is_above_one("context_parallel_size")), "use --context-parallel-size 1"),
     _out("--dataloader-inter-document-masking with --context-parallel-size and rotary positions, --mtp-num-layers, "
          "Mamba or a delta net",
-         "the sequence is distributed as one, but these layers assume that each document is distributed",
+         "Megatron splits the sequence over the ranks, but these layers assume that it splits each document",
          "core/models/common/embeddings/rope_utils.py",
          all_of(is_set("dataloader_inter_document_masking"), is_above_one("context_parallel_size"), _knows_documents),
          "use --context-parallel-size 1"),
@@ -130,14 +130,14 @@ RULES = [
     _out("--record-memory-history", "records CUDA memory", "training/utils/utils.py"),
     _out("--log-straggler", "reads the GPU's clock and power", "core/utils.py"),
 ]  # fmt: skip
-"""Refused flags; each was seen to fail (--fp8-format: to be ignored) in a run of Megatron 0.19.2 on the host device."""
+"""Refused flags.  With Megatron 0.19.2 on the host device, a run with each of them failed, or ignored --fp8-format."""
 
 
 def unsupported(args: Any) -> list[str]:
-    """Return the reasons why ``args``, Megatron's parsed namespace, cannot run without a GPU; empty if it can.
+    """Return the reasons why a run with Megatron's parsed flags ``args`` cannot run without a GPU; empty if it can.
 
-    One line per flag: the flag, the reason, the remedy, and Megatron's file in which the run would fail.  Works before
-    and after Megatron's own validation.
+    Each reason is a line with the flag, the reason, the remedy, and Megatron's file in which the run would fail.  May
+    be called before or after Megatron's own validation of ``args``.
     """
     return reasons(RULES, args)
 
@@ -145,10 +145,9 @@ def unsupported(args: Any) -> list[str]:
 def never_summed(args: Any) -> list[str]:
     """Return one line if Megatron-FSDP would silently train a separate model in each of its instances.
 
-    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce. Without this flag
-    Megatron-FSDP does not know which microbatch is the last, and it sums over the instances only after the last. Seen
-    with Megatron 0.19.2. Megatron-FSDP 2
-    has only one instance.
+    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without this flag Megatron-FSDP
+    does not know which microbatch is the last one, after which it would sum over the instances.  Seen with Megatron
+    0.19.2.  Megatron-FSDP 2 is not affected: it has only one instance.
     """
     instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
     first = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 1
@@ -156,45 +155,45 @@ def never_summed(args: Any) -> list[str]:
         return []
     return [
         f"--use-megatron-fsdp with --num-distributed-optimizer-instances {instances} needs --overlap-grad-reduce: "
-        "without it Megatron never sums the gradients over the instances, and each silently trains a separate model"
+        "without it Megatron never sums gradients over the instances, and each instance silently trains its own model"
     ]
 
 
 def norm_of_version_2(args: Any) -> list[str]:
     """Return one line if Megatron-FSDP 2 would clip gradients whose norm is below the limit.
 
-    ``get_grad_norm_fp32`` sums the squares over the mesh of the gradients, and then over ``grad_stats_parallel_group``,
-    which contains the same data-parallel ranks, so the norm is too large by the square root of the number of ranks.
-    Seen with Megatron main, d98e8a6.  With --recover the squares are summed once.
+    ``get_grad_norm_fp32`` sums the squares twice over the data-parallel ranks: over the mesh of the gradients, and over
+    ``grad_stats_parallel_group``.  So the norm is too large by the square root of the number of ranks.  Seen with
+    Megatron main, d98e8a6.  With --recover the squares are summed once.
     """
     second = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 2
     if not second or getattr(args, "recover", False) or getattr(args, "clip_grad", 0.0) <= 0.0:
         return []
     return [
         "--megatron-fsdp-version 2: this Megatron overestimates the gradient norm by the root of the number of "
-        "data-parallel ranks, and clips by it; multiply --clip-grad by that root"
+        "data-parallel ranks, so it clips too much; multiply --clip-grad by the root of the number of ranks"
     ]
 
 
 def outer_sharding(args: Any) -> list[str]:
     """Return one line if Megatron-FSDP would silently compute other numbers than plain data parallelism.
 
-    If the optimizer is sharded over the instances, too, the buffers that add up gradients inside an instance have no
-    scaling factor (``_create_hfsdp_helper_buffer``), and the norm covers only an instance's part of the gradients
-    (``grad_stats_parallel_group``).  With both faults fixed, the numbers are as in plain data parallelism; seen
-    with Megatron 0.19.2.  --recover does not use this part of Megatron.
+    This happens if the optimizer is sharded over the instances.  The buffers that add up gradients inside an instance
+    lack a scaling factor (``_create_hfsdp_helper_buffer``), and the gradient norm covers only the gradients of one
+    instance (``grad_stats_parallel_group``).  Seen with Megatron 0.19.2; with both faults fixed the numbers are right.
+    --recover does not use this part of Megatron.
     """
     sharded = getattr(args, "outer_dp_sharding_strategy", "no_shard") != "no_shard"
     if not getattr(args, "use_megatron_fsdp", False) or not sharded or getattr(args, "recover", False):
         return []
     return [
         "--outer-dp-sharding-strategy optim: this Megatron sums gradients without dividing them by the number of "
-        "data-parallel ranks, and each instance clips its part of them by the norm of that part alone; use no_shard"
+        "data-parallel ranks, and each instance clips its gradients by the norm of these gradients alone; use no_shard"
     ]
 
 
 def warn_of_what_is_never_summed(args: Any) -> None:
-    """Log the findings of ``never_summed`` and the similar checks once per run, in the process of rank 0."""
+    """Log warnings about wrong sums in Megatron-FSDP, once per run, in the process of rank 0."""
     global _warned
     if _warned or not speaks():
         return
@@ -204,7 +203,7 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def speaks() -> bool:
-    """Return whether this process logs for the run: only if it has rank 0 and multiprocessing did not start it."""
-    main = sys.modules.get("__mp_main__")  # set by script.py, and in a spawned process that imports the main module
+    """Return whether this process logs for the run: it has rank 0 or no rank, and multiprocessing did not start it."""
+    main = sys.modules.get("__mp_main__")  # script.py sets it; multiprocessing sets it in a spawned process
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
     return os.environ.get("RANK", "0") == "0" and not spawned

@@ -1,7 +1,7 @@
-"""Layer specs of hybrid models with the local transformer's modules instead of Transformer Engine's.
+"""Layer specs of hybrid models with the local transformer's modules instead of Transformer Engine's modules.
 
-The parameters, and their names in checkpoints, are the same as with Transformer Engine's modules, except that experts
-are sequential.  This module never imports Megatron: ``localize`` is called when Megatron has imported the modules.
+The parameters and their names in checkpoints do not change, except that each expert is a separate module.  This module
+does not import Megatron: ``localize`` is called after Megatron has imported the modules that are needed here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 
 def localize(module: ModuleType) -> None:
-    """Replace Transformer Engine's modules by local modules, in the attributes of ``module`` and in its layer specs."""
+    """Replace Transformer Engine's modules by local modules in the attributes and layer specs of a Megatron module."""
     local = {name: kind for name, kind in local_modules().items() if hasattr(module, name)}
     replaced = {id(getattr(module, name)): kind for name, kind in local.items()}
     for value in list(vars(module).values()):
@@ -27,7 +27,10 @@ def localize(module: ModuleType) -> None:
 
 
 def _in_place(part: Any, replaced: dict[int, Any]) -> Any:
-    """Return the replacement of ``part`` of a spec: another module, or ``part`` with its inner parts replaced."""
+    """Replace Transformer Engine's modules in ``part`` of a layer spec, in place; return ``part`` or its replacement.
+
+    ``replaced``: ``id`` of a module's class -> class that replaces it.
+    """
     if id(part) in replaced:
         return replaced[id(part)]
     if isinstance(part, list):
@@ -40,13 +43,13 @@ def _in_place(part: Any, replaced: dict[int, Any]) -> Any:
 
 @functools.cache
 def local_modules() -> dict[str, type]:
-    """Return Megatron's name of a Transformer Engine module -> the local transformer's module."""
+    """Return name of a Transformer Engine module in Megatron -> local module that replaces it."""
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     column: Any = layers.ColumnParallelLinear
     norm_of: Any = sys.modules["megatron.core.fusions.fused_layer_norm"].FusedLayerNorm
 
     class LayerNormColumnParallelLinear(column):
-        """Norm of the input and column-parallel linear layer as one module."""
+        """Column-parallel linear layer that first normalizes its input, as one module."""
 
         def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any) -> None:
             super().__init__(input_size, output_size, config=config, **others)

@@ -1,7 +1,7 @@
 """Small changes inside Megatron; each is applied when the Megatron module that it changes is imported.
 
-``install`` and ``watch`` put a finder on ``sys.meta_path``.  Python's own finders load the module; the finder applies
-the fix right after the module's code has run, and removes itself after the last fix.  Megatron is not imported here.
+``install`` and ``watch`` put a finder on ``sys.meta_path``.  The finder applies the fixes of a module right after the
+module's code has run, and removes itself after the last fix.  This file does not import Megatron.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ SUPPORTED = "0.18 to 0.19"
 
 
 class UnsupportedMegatron(RuntimeError):
-    """Error if Megatron is not as a fix expects; the message names the difference and the supported versions."""
+    """Error: Megatron differs from the version that a fix expects.  The message names the difference."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """Change of one module: ``apply(module)`` is called once, after ``module_name`` was imported and checked."""
+    """Change of the Megatron module ``module_name``, made once by ``apply(module)`` after the module was imported."""
 
     module_name: str
     apply: Callable[[ModuleType], None]
     why: str
     expects: Mapping[str, str | None] = field(default_factory=dict)
-    """Function of the module -> its parameters, separated by spaces; None: any parameters."""
+    """Name of a function in the module -> names of its parameters, separated by spaces; None: any parameters."""
 
     def make(self, module: ModuleType) -> None:
-        """Apply the fix; if the module is not as expected, raise ``UnsupportedMegatron`` and change nothing."""
+        """Apply the fix; if a function in ``expects`` differs, raise ``UnsupportedMegatron`` and change nothing."""
         for path, parameters in self.expects.items():
             _expect(module, path, parameters)
         self.apply(module)
 
 
 def _expect(module: ModuleType, path: str, parameters: str | None) -> None:
-    """Raise ``UnsupportedMegatron`` unless ``module`` has a function at ``path`` with the expected parameters."""
+    """Raise ``UnsupportedMegatron`` if ``module`` has no function ``path``, or if it has other ``parameters``."""
     found: Any = module
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -100,7 +100,7 @@ def _splits_as_numpy(module: ModuleType) -> None:
 def _preload_copies(module: ModuleType) -> None:
     preload = module.FileSystemWriterAsync.preload_tensors
 
-    @functools.wraps(preload)  # keeps the name by which the function is pickled for the writer process
+    @functools.wraps(preload)  # keeps the name, since the function is pickled by name for the writer process
     def preload_copies(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
         return [
             (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -125,12 +125,12 @@ def _warn_of_instances(module: ModuleType) -> None:
 def _allocated_on_the_stream(module: ModuleType) -> None:
     import torch
 
-    # For a tensor on the host, Megatron sets this attribute to None; that is ignored.
+    # The setter ignores the value: for a tensor on the host, Megatron sets this attribute to None.
     module.DBuffer.allocation_stream = property(lambda self: torch.cuda.current_stream(), lambda self, none: None)
 
 
 def _te_from(*versions: str) -> Callable[[ModuleType], None]:
-    """Return a fix that lets a module's ``is_te_min_version`` accept ``versions``, whose features exist here."""
+    """Return a fix: a module's ``is_te_min_version`` accepts ``versions``, as the host device has their features."""
 
     def apply(module: ModuleType) -> None:
         is_min = module.is_te_min_version
@@ -146,7 +146,7 @@ def _te_from(*versions: str) -> Callable[[ModuleType], None]:
 
 def _shards_on_host(module: ModuleType) -> None:
     if not module.HAVE_FSDP:
-        return  # Megatron reports the missing feature
+        return  # Megatron itself reports that torch lacks FSDP
     mesh = module.DeviceMesh
 
     class HostMesh:
@@ -182,10 +182,10 @@ def _no_inference_layers(module: ModuleType) -> None:
 
 
 def _norms_of_vision(module: ModuleType) -> None:
-    """Replace torch's LayerNorm if it is a default argument of CLIP's model; else there is nothing to fix."""
+    """Replace torch's LayerNorm where it is a default argument of the CLIP model (in some versions of Megatron)."""
     import torch
 
-    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # the norm in CLIP's transformer block
+    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # used in CLIP's transformer block
     make = module.CLIPViTModel.__init__
     make.__defaults__ = tuple(norm if item is torch.nn.LayerNorm else item for item in make.__defaults__ or ())
 
@@ -216,7 +216,7 @@ def _norm_in_product(module: ModuleType) -> None:
 
 
 def _recomputed_without_scales(module: ModuleType) -> None:
-    """Set the default ``fp8=None``; if the second parameter is not ``fp8``, there is nothing to fix."""
+    """Change the default of the parameter ``fp8`` to None, in versions of Megatron that have this parameter."""
     make = module.CheckpointWithoutOutput.__init__
     if not module.HAVE_TE and inspect.getfullargspec(make).args[1:2] == ["fp8"]:
         make.__defaults__ = (None, *make.__defaults__[1:])
@@ -228,7 +228,7 @@ def _norms_in_float64(module: ModuleType) -> None:
     @functools.wraps(module.local_multi_tensor_l2_norm)
     def local_multi_tensor_l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[Any, None]:
         tensors = [tensor for item in tensor_lists for tensor in item]
-        # The norm is float32, as Megatron's own: workers without gradients contribute a float32 zero to the sum.
+        # Return float32, as Megatron does: all workers must sum the same dtype, and some have only a float32 zero.
         return sum_of_squares(tensors).sqrt().float().view(1), None
 
     module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm  # type: ignore[attr-defined]
@@ -256,14 +256,14 @@ FIXES = {
     "checkpoint-copies": Fix(
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         _preload_copies,
-        "an asynchronous checkpoint copies the device's tensors to the host before training continues; tensors that "
-        "are on the host already are not copied, and the writer would save values that training changes meanwhile",
+        "before training continues, an asynchronous checkpoint copies tensors from the device to the host; it does not "
+        "copy tensors that are on the host, so it would save values that later steps have changed",
         {"FileSystemWriterAsync.preload_tensors": "write_buckets non_blocking"},
     ),
     "load-without-grad": Fix(
         "megatron.core.optimizer.distrib_optimizer",
         _load_and_save_shards,
-        "loading the distributed optimizer's float32 parameters writes to views of leaves with grad mode on, which "
+        "the distributed optimizer loads float32 parameters into views of leaf tensors without torch.no_grad(), which "
         "autograd refuses; and torch's Adam has no state for a parameter whose shard is empty on a worker, but "
         "a checkpoint of Megatron-FSDP needs the state of each parameter on all workers",
         {
@@ -274,44 +274,44 @@ FIXES = {
     "splits-as-numpy": Fix(
         "megatron.core.transformer.moe.moe_utils",
         _splits_as_numpy,
-        "the all-to-all dispatcher converts its split sizes to numpy arrays only if the tensors have is_cuda",
+        "the all-to-all dispatcher converts its split sizes to numpy arrays only if they are CUDA tensors",
         {"maybe_move_tensor_to_cpu": "tensor as_numpy record_stream"},
     ),
     "instances-summed": Fix(
         "megatron.training.arguments",
         _warn_of_instances,
-        "with several instances of Megatron-FSDP and without --overlap-grad-reduce Megatron silently trains a model "
-        "per instance, and with --outer-dp-sharding-strategy optim a wrong model: a warning (changes nothing)",
+        "Megatron silently trains a wrong model with --outer-dp-sharding-strategy optim, and a separate model per "
+        "Megatron-FSDP instance without --overlap-grad-reduce: the fix only logs a warning",
         {"validate_args": "args defaults"},
     ),
     "logits-kept": Fix(
         "megatron.training.arguments",
         _te_from("2.9.0"),
-        "--qk-clip and --log-max-attention-logit are refused without Transformer Engine 2.9, whose largest logits "
-        "they need: the host device's attention keeps them, too",
+        "Megatron refuses --qk-clip and --log-max-attention-logit without Transformer Engine 2.9, which saves the "
+        "largest logits; the host device's attention saves them, too",
         _TE,
     ),
     "remainders": Fix(
         "megatron.core.optimizer",
         _te_from("2.1.0.dev0"),
-        "--use-precision-aware-optimizer checks that the optimizer can keep main parameters as the remainders of "
-        "bfloat16 parameters, which the host device's optimizer can",
+        "--use-precision-aware-optimizer needs an optimizer that can store main parameters as the remainders of "
+        "bfloat16 parameters; Megatron checks Transformer Engine's version, but the host device's optimizer can do it",
         _TE,
     ),
     "remainders-by-default": Fix(
-        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "as for remainders, when flags are read", _TE
+        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "as for remainders, when flags are checked", _TE
     ),
     "norms-in-float64": Fix(
         "megatron.core.utils",
         _norms_in_float64,
-        "without apex the norms of gradients and parameters are torch's in float32, which on the CPU are too small for "
-        "tensors of 2^24 elements and more",
+        "without apex Megatron computes the norms of gradients and parameters with torch in float32; on the CPU such a "
+        "norm is too small if a tensor has 2^24 elements or more",
         {"local_multi_tensor_l2_norm": None},
     ),
     "shards-on-host": Fix(
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
         _shards_on_host,
-        "--use-torch-fsdp2 gives torch a mesh of CUDA devices, and torch places parameters on the mesh's devices",
+        "with --use-torch-fsdp2 Megatron creates a mesh of CUDA devices, on which torch would place the parameters",
     ),
     "streams-of-buffers": Fix(
         "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer",
@@ -321,8 +321,8 @@ FIXES = {
     "attention": Fix(
         "megatron.core.transformer.dot_product_attention",
         _attention,
-        "the local transformer's attention refuses context parallelism, keys and values of different widths "
-        "(multi-latent attention) and packed sequences: these use torch's scaled_dot_product_attention",
+        "the local transformer's attention refuses context parallelism, multi-latent attention (keys and values of "
+        "different widths) and packed sequences; with the fix, they use torch's scaled_dot_product_attention",
         {
             "DotProductAttention.forward": _OPERANDS,
             "tensor_parallel.gather_from_sequence_parallel_region": _GATHER,
@@ -331,7 +331,7 @@ FIXES = {
     "hybrid-stack": Fix(
         "megatron.core.models.hybrid.hybrid_block",
         _local_specs,
-        "the stack of a hybrid model creates its last norm with Transformer Engine",
+        "the last norm of a hybrid model is a module of Transformer Engine",
     ),
     "hybrid-specs": Fix(
         "megatron.core.models.hybrid.hybrid_layer_specs",
@@ -341,15 +341,15 @@ FIXES = {
     "norm-in-product": Fix(
         "megatron.core.transformer.mla_qk_norm_config",
         _norm_in_product,
-        "--qk-layernorm in a hybrid model's multi-latent attention is a norm and a product as one module, which the "
-        "local transformer lacks: a RuntimeError",
+        "with --qk-layernorm, a hybrid model's multi-latent attention needs a norm and a linear layer as one module; "
+        "the local transformer has no such module, so Megatron raises a RuntimeError",
         {"QKNormConfigResolver.__init__": "self config submodules"},
     ),
     "recomputed-without-scales": Fix(
         "megatron.core.tensor_parallel.random",
         _recomputed_without_scales,
-        "--recompute-modules layernorm and moe_act treat fp8=False as given, and request Transformer Engine's "
-        "scales: a NameError without Transformer Engine",
+        "for --recompute-modules layernorm and moe_act, fp8=False counts as FP8 (only None does not), so Megatron "
+        "requests Transformer Engine's scales: a NameError without Transformer Engine",
         {"CheckpointWithoutOutput.__init__": None},
     ),
     "rms-norm": Fix(
@@ -367,8 +367,8 @@ FIXES = {
     "no-inference-layers": Fix(
         "megatron.core.tensor_parallel.inference_layers",
         _no_inference_layers,
-        "multi-token prediction of Megatron main checks if a layer is Transformer Engine's class for inference, "
-        "which does not exist without Transformer Engine: a TypeError",
+        "multi-token prediction of Megatron main checks if a layer is an instance of a class for inference, which does "
+        "not exist without Transformer Engine: a TypeError",
     ),
     "local-layers-of-bert": Fix(
         "megatron.core.models.bert.bert_layer_specs",
@@ -379,8 +379,8 @@ FIXES = {
     "norms-of-vision": Fix(
         "megatron.core.models.vision.clip_vit_model",
         _norms_of_vision,
-        "without Transformer Engine CLIP's norms are torch.nn.LayerNorm, which lacks the arguments that Megatron "
-        "passes to a norm: a TypeError",
+        "without Transformer Engine the norms of CLIP are torch.nn.LayerNorm, which does not accept the arguments that "
+        "Megatron passes to a norm: a TypeError",
     ),
 }
 
@@ -391,7 +391,7 @@ class _Finder:
     def __init__(self) -> None:
         self.pending: dict[str, list[Fix]] = {}
         self.first: Callable[[str], None] | None = None
-        """Function to call once, with the name of the first Megatron module, before the code of that module runs."""
+        """Function that is called once, with the name of the first Megatron module, before the module's code runs."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.pending and not (self.first and name.startswith("megatron.")):
@@ -399,7 +399,7 @@ class _Finder:
         spec = next(filter(None, (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)), None)
         if spec is None or spec.loader is None:
             return spec
-        loader = spec.loader  # created for this import, so no other import is affected
+        loader = spec.loader  # Python has created it for this import, so other imports are not affected
         execute = loader.exec_module
 
         def execute_and_fix(module: ModuleType) -> None:
@@ -423,9 +423,9 @@ _installed: set[str] = set()
 
 
 def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
-    """Register ``fixes``; a fix whose module has been imported already is applied at once.
+    """Register ``fixes``; apply a fix now if its module has been imported, else when the module is imported.
 
-    ``first`` is called with the name of the first Megatron module, before its code runs.
+    ``first`` is called with the name of the first Megatron module that is imported, before the module's code runs.
     """
     _finder.first = first or _finder.first
     for fix in fixes:
@@ -438,9 +438,9 @@ def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
 
 
 def install(only: Collection[str] | None = None) -> None:
-    """Register the fixes named in ``only`` (default: all); idempotent.
+    """Register the fixes with the names ``only`` (default: all of ``FIXES``); idempotent.
 
-    Raises ``UnsupportedMegatron`` if Megatron is not as expected: at once for imported modules, else in the import.
+    Raises ``UnsupportedMegatron`` if an imported module differs from what its fix expects; so does a later import.
     """
     names = [name for name in (FIXES if only is None else only) if name not in _installed]
     _installed.update(names)

@@ -1,8 +1,8 @@
 """Table of the functions that the host device replaces in torch, each with its reason.  This module imports torch.
 
-``torch.cuda`` then describes one simulated device whose memory is ordinary host memory: a tensor placed "on cuda" stays
-a CPU tensor, streams and events are always finished.  The table replaces plain functions, so a replacement applies in
-every thread, and costs nothing unless it is called.
+With the replacements, ``torch.cuda`` describes one simulated device whose memory is ordinary host memory: a tensor that
+is moved to "cuda" stays a CPU tensor, and streams and events are always finished.  Plain functions are replaced, so a
+replacement applies in every thread, and costs no time unless it is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 @dataclass(frozen=True)
 class Replacement:
-    """Replacement of ``owner.name`` by ``value``, because of ``why``."""
+    """Replacement of the attribute ``name`` of ``owner`` by ``value``; ``why``: its reason."""
 
     owner: Any
     name: str
@@ -38,7 +38,7 @@ class Replacement:
 
 
 def _on_host(device: Any) -> Any:
-    """Return the CPU if ``device`` is a CUDA device (an integer is the index of a CUDA device), else ``device``."""
+    """Return the CPU in place of a CUDA device (a name, an index or a ``torch.device``), any other device unchanged."""
     if isinstance(device, int) or (isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"):
         return torch.device("cpu")
     return device
@@ -57,7 +57,7 @@ def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Stream:
-    """Stream whose work is always finished."""
+    """Replacement of ``torch.cuda.Stream``: a stream whose work is always finished."""
 
     device = torch.device("cpu")
 
@@ -72,25 +72,25 @@ class Stream:
         return Event() if event is None else event
 
     def synchronize(self, *args: Any, **kwargs: Any) -> None:
-        """Return at once."""
+        """Return without waiting, since a stream's work is always finished."""
 
     wait_stream = wait_event = synchronize
 
 
 class Event:
-    """Point in a stream that is always reached."""
+    """Replacement of ``torch.cuda.Event``: an event that has always happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept any arguments of ``torch.cuda.Event``."""
 
     def synchronize(self, *args: Any, **kwargs: Any) -> None:
-        """Return at once; there is nothing to record or to wait for."""
+        """Return without waiting, since an event has always happened."""
 
     record = wait = synchronize
 
 
 def table() -> list[Replacement]:
-    """Return all replacements.  Call this once, before any is applied, since they wrap torch's present functions."""
+    """Return all replacements.  Call this once, before one is applied: replacements call the functions they replace."""
     rows: list[Replacement] = []
 
     def row(owner: Any, why: str, **values: Any) -> None:
@@ -103,14 +103,14 @@ def table() -> list[Replacement]:
     _reductions(row)
     row(
         torch,
-        "Megatron compiles its fused functions if torch is new enough, which needs a C++ compiler on the host",
+        "Megatron calls torch.compile for its fused functions, which would need a C++ compiler on the host",
         compile=lambda model=None, **options: (lambda function: function) if model is None else model,
     )
     return rows
 
 
 def _tensors(row: Callable[..., None]) -> None:
-    placed = "device='cuda' or a device index means the host, whose memory need not be pinned"
+    placed = "device='cuda', or a device index, selects the host, whose memory is not pinned"
     for name in ("arange", "empty", "empty_like", "ones", "rand", "tensor", "zeros"):
         row(torch, placed, **{name: _placed(getattr(torch, name))})
     tensor = torch.Tensor
@@ -129,13 +129,13 @@ def _tensors(row: Callable[..., None]) -> None:
 
     row(tensor, placed, new_empty=_placed(tensor.new_empty), to=to)
     row(tensor, "every tensor is already on the device", cuda=lambda self, *args, **kwargs: self)
-    row(tensor, "no stream uses its memory asynchronously", record_stream=lambda self, stream: None)
+    row(tensor, "no stream uses a tensor's memory asynchronously", record_stream=lambda self, stream: None)
     row(tensor, "Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'", type=type_)
 
 
 def _device(row: Callable[..., None]) -> None:
     cuda = torch.cuda
-    # From capability 10 on Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
+    # Below capability 10, Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism.
     properties = types.SimpleNamespace(name="host", major=10, minor=0)
     row(
         cuda,
@@ -146,28 +146,28 @@ def _device(row: Callable[..., None]) -> None:
         set_device=lambda device: None,
         get_device_properties=lambda device=None: properties,
     )
-    row(cuda.random, "torch.cuda's RNG functions use this module's own reference", current_device=lambda: 0)
+    row(cuda.random, "torch.cuda's RNG functions call torch.cuda.random.current_device", current_device=lambda: 0)
     only_stream = Stream()
     row(
         cuda,
-        "work on the device is finished when the call returns",
+        "an operation on the device has finished when its call returns",
         synchronize=lambda device=None: None,
         Stream=Stream,
         Event=Event,
         current_stream=lambda device=None: only_stream,
         stream=lambda stream: contextlib.nullcontext(),
     )
-    row(cuda, "nothing is captured in a graph", is_current_stream_capturing=lambda: False)
-    row(cuda, "the host has no cache to empty, and a torch without CUDA lacks this function", empty_cache=lambda: None)
-    uncounted = "memory of the device is not counted: Megatron reports 0"
+    row(cuda, "there are no CUDA graphs", is_current_stream_capturing=lambda: False)
+    row(cuda, "the host has no cache to empty, and torch without CUDA lacks this function", empty_cache=lambda: None)
+    uncounted = "the device's memory is not counted, so Megatron reports 0"
     row(cuda, uncounted, device_memory_used=lambda device=None: 0)
     none = {name: {"all": {"current": 0, "peak": 0}} for name in ("reserved_bytes", "allocated_bytes", "allocation")}
     row(cuda.memory, uncounted, memory_stats_as_nested_dict=lambda device=None: none)
-    row(torch.accelerator, "data loaders would pin memory for the accelerator", is_available=lambda: False)
+    row(torch.accelerator, "data loaders would pin memory if there were an accelerator", is_available=lambda: False)
 
 
 def _random(row: Callable[..., None]) -> None:
-    # The kernels draw from torch.default_generator, so this is the device's generator; the host gets another one.
+    # Kernels on the CPU draw from torch.default_generator, which serves as the device's; the host gets a new generator.
     device_generator, host_generator = torch.default_generator, torch.Generator()
     seed_both, random_ = torch.manual_seed, torch.Tensor.random_
 
@@ -177,7 +177,7 @@ def _random(row: Callable[..., None]) -> None:
 
     row(
         torch.cuda,
-        "torch.cuda's RNG functions work unchanged with these two values",
+        "torch.cuda's RNG functions use these two values, and are not replaced",
         _initialized=True,
         default_generators=(device_generator,),
     )
@@ -198,12 +198,12 @@ def _random(row: Callable[..., None]) -> None:
 
 
 def _gloo(row: Callable[..., None]) -> None:
-    """Run gloo with one thread per group, because two threads write one string at the same time and corrupt the heap.
+    """Make gloo run one thread per group, because its two threads write one string at the same time.
 
-    ``c10d::ProcessGroupGloo::runLoop`` assigns the last operation's name without a lock.  Names of up to 15 characters
-    need no heap memory; ``ALLGATHER_COALESCED``, with which Megatron-FSDP gathers parameters, does.  (torch 2.13.0;
-    AddressSanitizer sees a double free within a few iterations.)  Operations of a group have the same order on all
-    members, so one thread is enough.
+    ``c10d::ProcessGroupGloo::runLoop`` assigns the name of the last operation to this string without a lock.  A name of
+    more than 15 characters needs heap memory, which is then freed twice; Megatron-FSDP's parameter gather has such a
+    name, ``ALLGATHER_COALESCED`` (seen with torch 2.13.0 and AddressSanitizer).  One thread is enough, since a group's
+    operations have the same order on all members.
     """
     init = dist.ProcessGroupGloo.__init__
 
@@ -217,7 +217,7 @@ def _gloo(row: Callable[..., None]) -> None:
         timeout: timedelta | None = None,
         **rest: Any,
     ) -> None:
-        """``rest``: arguments of newer versions of torch; the options have attributes of the same names."""
+        """``rest``: further arguments of newer versions of torch, each of which is an attribute of the options."""
         if not isinstance(options, dist.ProcessGroupGloo._Options):
             timeout, options = options or timeout, dist.ProcessGroupGloo._Options()
             options._timeout = timeout or default_pg_timeout
@@ -231,13 +231,13 @@ def _gloo(row: Callable[..., None]) -> None:
 
     row(
         dist.ProcessGroupGloo,
-        "gloo's two threads write one string at once and corrupt the heap in Megatron-FSDP, so one thread is used",
+        "gloo's two threads write one string at the same time, and corrupt the heap with Megatron-FSDP: use one",
         __init__=with_one_thread,
     )
 
 
 class _WorkWithEnd(dist.Work):
-    """Wrapper of ``work`` that calls ``end`` once, before the caller sees that ``work`` is done."""
+    """Asynchronous operation ``work`` that calls ``end`` once, before it reports to the caller that it is done."""
 
     def __init__(self, work: Any, end: Callable[[], None]) -> None:
         super().__init__()
@@ -256,12 +256,12 @@ class _WorkWithEnd(dist.Work):
 
 
 def _reductions(row: Callable[..., None]) -> None:
-    """Add reductions that gloo lacks, or computes differently from ``torch.maximum`` and ``torch.minimum``.
+    """Replace reductions that gloo lacks (PREMUL_SUM), or that lose a NaN with gloo (MAX, MIN).
 
     PREMUL_SUM, which only NCCL has, is the sum of each rank's tensor times the rank's factor.  In MAX and MIN of
-    floating-point numbers gloo drops or keeps a NaN, depending on the rank and the index in the tensor (torch 2.15).
-    The replacement keeps a NaN, as ``torch.maximum`` does: the same operation reduces, for each number, a second number
-    that marks a NaN.
+    floating-point numbers gloo keeps or loses a NaN, depending on the rank and the index in the tensor (torch 2.15).
+    The replacement keeps a NaN, as ``torch.maximum`` does: it also reduces a second tensor that is 1 (MIN: -1) where
+    the first tensor is NaN, else 0.
     """
     all_reduce, reduce_scatter, reduce_scatter_tensor = dist.all_reduce, dist.reduce_scatter, dist.reduce_scatter_tensor
 
@@ -272,7 +272,7 @@ def _reductions(row: Callable[..., None]) -> None:
         return bool(op == dist.ReduceOp.MAX or op == dist.ReduceOp.MIN)
 
     def factor(op: Any) -> Any:
-        """Return the factor, a number or a tensor; torch 2.10 exposes it only to pickle."""
+        """Return the factor of a PREMUL_SUM, a number or a tensor; torch 2.10 exposes it only to pickle."""
         return op.__getstate__()[1]
 
     def extreme(tensor: torch.Tensor, op: Any, *rest: Any, **named: Any) -> Any:
@@ -291,7 +291,7 @@ def _reductions(row: Callable[..., None]) -> None:
 
     @functools.wraps(all_reduce)
     def scaled_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
-        # A coalesced operation runs later, so gloo's own MAX and MIN are used.
+        # A coalesced operation runs after this function returns, so it uses gloo's own MAX and MIN.
         if is_extreme(op) and tensor.is_floating_point() and not dist.distributed_c10d._world.pg_coalesce_state:
             return extreme(tensor, op, *rest, **named)
         if is_premul(op):
@@ -300,7 +300,7 @@ def _reductions(row: Callable[..., None]) -> None:
             op = dist.ReduceOp.SUM
         return all_reduce(tensor, op, *rest, **named)
 
-    # The input of a reduce-scatter must not change, so a scaled copy is sent.
+    # A reduce-scatter must not change its input, so a scaled copy is reduced.
     @functools.wraps(reduce_scatter)
     def scaled_reduce_scatter(
         output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any
@@ -319,8 +319,8 @@ def _reductions(row: Callable[..., None]) -> None:
 
     row(
         dist,
-        "gloo has no PREMUL_SUM, with which Megatron-FSDP divides gradients while they are summed: they are scaled, "
-        "then summed; gloo's MAX and MIN lose a NaN: a second number for each number keeps it",
+        "gloo has no PREMUL_SUM, with which Megatron-FSDP scales gradients in the sum: the replacement scales, then "
+        "sums; gloo's MAX and MIN may lose a NaN: the replacement also reduces a tensor that marks each NaN",
         all_reduce=scaled_all_reduce,
         reduce_scatter=scaled_reduce_scatter,
         reduce_scatter_tensor=scaled_reduce_scatter_tensor,

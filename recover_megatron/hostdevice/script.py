@@ -1,9 +1,9 @@
 """Run a user's script as ``__main__`` after a preparation, in this process and in processes that the script spawns.
 
 A process started by ``multiprocessing``'s spawn or forkserver (for example Megatron's persistent checkpoint writer)
-imports its parent's main module before it unpickles its task.  It finds that module by ``__main__.__spec__``.  So the
-spec that is set here names a module ``spawned``, which runs the same preparation and then the user's script as
-``__mp_main__``, as Python would.
+imports its parent's main module before it unpickles its task.  The name of the main module is in the parent's
+``__main__.__spec__``.  So this file sets a spec with the name of a module ``spawned``, which runs the same preparation
+and then the user's script as ``__mp_main__``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ VARIABLE = "RECOVER_MAIN"
 
 
 class ScriptMissing(Exception):
-    """Error for a script or module that does not exist or cannot be read; the message names it."""
+    """Error: the user's script or module does not exist or cannot be read.  The message names it."""
 
 
 def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
-    """Return the code of ``path:FILE`` or ``module:NAME``, and its module's attributes.  Raises ``ScriptMissing``."""
+    """Return the code of a script, and attributes for the module in which it runs.  Raises ``ScriptMissing``.
+
+    ``target``: ``path:FILE`` or ``module:NAME``.
+    """
     kind, _, name = target.partition(":")
     if kind == "path":
         try:
@@ -41,7 +44,7 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
         try:
             return compile(source, name, "exec", dont_inherit=True), {"__file__": name, "__package__": None}
         except SyntaxError as error:
-            traceback.print_exception(error.with_traceback(None))  # as Python itself does for a script
+            traceback.print_exception(error.with_traceback(None))  # print the same text as Python does for a script
             sys.exit(1)
     try:
         spec = importlib.util.find_spec(name)
@@ -49,7 +52,7 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as missing:
         if not f"{name}.".startswith(f"{missing.name}."):
-            raise  # an import of an enclosing package failed
+            raise  # the module exists, but a parent package of it imports a missing module
         spec = None
     code = spec.loader.get_code(spec.name) if spec and spec.loader and hasattr(spec.loader, "get_code") else None
     if spec is None or code is None:
@@ -58,7 +61,10 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
 
 
 class _SpawnSpec(ModuleSpec):
-    """Spec of the user's script: its name is the module for spawned processes, its parent is the script's package."""
+    """Spec of the user's script.
+
+    ``spawned``: name of the module that a spawned process imports; ``package``: package of the script.
+    """
 
     def __init__(self, spawned: str, package: str | None) -> None:
         super().__init__(spawned, None)
@@ -72,17 +78,21 @@ class _SpawnSpec(ModuleSpec):
 
 @dataclass(frozen=True)
 class Runner:
-    """Command ``python -m NAME [-m] SCRIPT [ARGUMENTS...]``; NAME has a module ``spawned`` that calls ``again``."""
+    """Command ``python -m NAME [-m] SCRIPT [ARGUMENTS...]``; the package NAME must have a module ``spawned``."""
 
     name: str
     about: str
     prepare: Callable[[], None]
-    """Preparation, called before the script runs, also in each process that the script spawns."""
+    """Function that is called before the script runs, in this process and in each process that the script spawns."""
     after: Callable[[], None] = lambda: None
-    """Function that is called when the script has finished without an error."""
+    """Function that is called after the script has finished without an error."""
 
     def main(self, arguments: list[str]) -> int:
-        """Run the script; return 2 for a wrong command line or a missing script, else exit as the script does."""
+        """Run the command; return its exit status.
+
+        The status is 0 for --help and --version, 2 for a wrong command line or a missing script.  If the script runs,
+        the process exits as the script does.
+        """
         usage, prefix = f"usage: python -m {self.name} [-m] SCRIPT [ARGUMENTS...]", self.name.rpartition(".")[2]
         if arguments[:1] in (["-h"], ["--help"]):
             print(f"{usage}\n\n{self.about}")
@@ -122,17 +132,17 @@ class Runner:
         if kind == "path":
             code, attributes = _load(f"{kind}:{target}")
             self.prepare()
-        else:  # finding a module imports its parent packages, perhaps Megatron
+        else:  # prepare first, since the search for a module imports its parent packages, which may import Megatron
             self.prepare()
             code, attributes = _load(f"{kind}:{target}")
             sys.argv[0] = attributes["__file__"]
         main = ModuleType("__main__")
         vars(main).update(attributes, __spec__=self._spec(attributes))
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # child processes' pickles name __mp_main__
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # spawned processes pickle objects of __mp_main__
         exec(code, vars(main))
 
     def again(self, namespace: dict[str, Any]) -> None:
-        """Run the parent's script in a spawned process, in ``namespace`` (of ``__mp_main__``)."""
+        """Run the parent process's script in a spawned process; ``namespace``: attributes of ``__mp_main__``."""
         self.prepare()
         code, attributes = _load(os.environ[VARIABLE])
         namespace.update(attributes, __spec__=self._spec(attributes))

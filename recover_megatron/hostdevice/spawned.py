@@ -1,4 +1,4 @@
-"""Runner of a script under the host device; spawned processes import it as their main module (see script.py)."""
+"""Main module of processes that are spawned by a script on the host device (see script.py)."""
 
 from recover_megatron import hostdevice
 from recover_megatron.hostdevice.script import Runner

@@ -1,8 +1,8 @@
 """Recurrent layers in torch, which replace functions of mamba_ssm, causal_conv1d (Mamba 2) and fla (delta net).
 
-The functions are written from the recurrences, and have only the arguments that Megatron uses in training.  Computation
-is in float32 (float64 for float64 operands), for any input dtype; the output has the input's dtype.  Sequences that
-follow each other in one row (``seq_idx``, ``cu_seqlens``) do not see each other.
+The functions have only the arguments that Megatron uses in training.  They compute in float32, or in float64 for
+float64 inputs; the output has the input's dtype.  Sequences that are packed into one row (``seq_idx``, ``cu_seqlens``)
+do not influence each other.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def causal_conv1d_fn(
     seq_idx: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Convolve each channel over the latest positions.
+    """Convolve each channel with its weights, over each position and the positions before it.
 
     Args:
         x: [batch, channels, length].
-        weight: [channels, width]; the last weight of a channel belongs to the position itself.
+        weight: [channels, width]; a channel's last weight is for the position itself.
         bias: [channels].
-        seq_idx: [batch, length], number of the sequence of each position.
+        seq_idx: [batch, length], number of the packed sequence at each position.
         activation: None, "silu" or "swish".
     """
     before = weight.shape[1] - 1
@@ -69,19 +69,22 @@ def mamba_chunk_scan_combined(
 ) -> Any:
     """Compute y_t = C_t h_t + D x_t, times silu(z_t), where h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t.
 
-    Within a chunk this is a matrix product over all pairs of positions; the state is passed from chunk to chunk.
+    Within a chunk of ``chunk_size`` positions, this is a matrix product over all pairs of positions; the state h is
+    passed from chunk to chunk.
 
     Args:
-        x: [batch, length, heads, width]; so is ``z``.
-        dt: [batch, length, heads]; ``dt_bias`` [heads] is added, softplus applied, the result clamped to ``dt_limit``.
+        x: [batch, length, heads, width]; ``z`` has the same shape.
+        dt: [batch, length, heads]; before use, ``dt_bias`` [heads] is added, softplus is applied (``dt_softplus``), and
+            the result is clamped to ``dt_limit``.
         A: [heads], negative.
-        B: [batch, length, groups, state size]; so is ``C``; a group serves ``heads // groups`` consecutive heads.
+        B: [batch, length, groups, state size]; ``C`` has the same shape; ``heads // groups`` consecutive heads use the
+            same group.
         D: [heads] or [heads, width].
-        initial_states: [batch, heads, width, state size], of each row's first sequence.
+        initial_states: [batch, heads, width, state size], state before the first sequence of each row.
         state_dtype: dtype to which the state is rounded when a chunk reads it.
 
     Returns:
-        y as ``x``; with ``return_final_states`` the last states, too.
+        y, with the shape and dtype of ``x``; with ``return_final_states``, y and the last states.
     """
     heads, groups = x.shape[2], B.shape[2]
     wide, dt, A, B, C = _wide(x, dt, A, B, C)
@@ -130,10 +133,11 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute Mamba's mixer between its projections: [batch, length, z x B C dt] to [batch, length, heads * width].
+    """Compute the part of Mamba's mixer between its two projections.
 
-    x, B and C go through the convolution.  ``headdim`` may be None if ``D`` is [heads, width].  There is no norm:
-    ``norm_before_gate`` is ignored.
+    ``zxbcdt`` is [batch, length, z x B C dt], with z, x, B, C and dt concatenated; the result is [batch, length,
+    heads * width].  x, B and C are convolved first.  ``headdim`` may be None if ``D`` is [heads, width].  There is no
+    norm, so ``norm_before_gate`` has no effect.
     """
     heads, width = A.shape[0], headdim or D.shape[1]
     inner = heads * width
@@ -150,7 +154,10 @@ def mamba_split_conv1d_scan_combined(
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """Root-mean-square norm of each group of ``group_size`` numbers (None: of all), times silu of an optional gate."""
+    """Root-mean-square norm of each group of numbers, multiplied by silu of a gate if a gate is given.
+
+    ``group_size``: numbers per group; None: one group.
+    """
 
     def __init__(
         self,
@@ -190,7 +197,10 @@ def delta_conv1d(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """Apply ``causal_conv1d_fn`` to x [batch, length, channels], as fla does; ``cu_seqlens``: starts of sequences."""
+    """Apply ``causal_conv1d_fn`` to x [batch, length, channels], with fla's arguments and result.
+
+    ``cu_seqlens``: boundaries of packed sequences (see ``sequences_of``).
+    """
     _only_training(initial_state, output_final_state)
     seq_idx = None if cu_seqlens is None else sequences_of(cu_seqlens, torch.arange(x.shape[1])).unsqueeze(0)
     return causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation).transpose(1, 2), None
@@ -215,8 +225,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Compute y_t = scale q_t S_t, where S_t = D_t + k_t * beta_t (v_t - k_t D_t) and D_t = exp(g_t) S_(t-1).
 
-    Positions are processed sequentially.  q and k are [batch, length, heads, key width], v [batch, length, heads, value
-    width], g and beta [batch, length, heads]; ``scale`` is by default the key width to the power of -1/2.
+    Positions are processed one after the other.  q and k are [batch, length, heads, key width], v is [batch, length,
+    heads, value width], g and beta are [batch, length, heads].  ``scale`` is by default 1 / sqrt(key width).
     """
     _only_training(initial_state, output_final_state, use_qk_l2norm_in_kernel)
     starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
@@ -248,4 +258,4 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops": {},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
 }
-"""Module -> names that Megatron imports from it; with these versions, Megatron packs sequences only in training."""
+"""Module -> name -> replacement that Megatron imports; these versions make Megatron pack sequences only in training."""

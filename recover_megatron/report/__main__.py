@@ -1,4 +1,4 @@
-"""Command ``python -m recover_megatron.report DIR``: the report of a run without its page."""
+"""Command ``python -m recover_megatron.report DIR``: print the summary of a run; write no HTML page."""
 
 from __future__ import annotations
 

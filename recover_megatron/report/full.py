@@ -2,8 +2,8 @@
 
 ``python -m recover_megatron.report DIR`` writes no page: it prints the summary and the audit, and draws the loss.
 
-Exit status: 0; 1 if a microbatch was not counted exactly once, an iteration is not shown, or the loss differs from the
-reference's by more than rounding; 2 if DIR has no run, or the report cannot be written.
+Exit status: 0 if all is right; 1 if a microbatch was not counted exactly once, an iteration is missing, or the loss
+differs from the reference's by more than rounding; 2 if DIR has no run, or the report cannot be written.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest relative difference of the loss from the reference in an iteration with a change of the "
-        f"replicas, and in the next {SOON - 1} ({ROUGH} times X in bf16, fp16, fp8); default: {TOLERANCE:g}",
+        help="largest allowed relative difference of the loss from the reference in an iteration with a change of the "
+        f"replicas, and in the next {SOON - 1} (there {ROUGH} times X in bf16, fp16, fp8); default: {TOLERANCE:g}",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="page (default: DIR/report.html); PNGs go next to it")
     parser.add_argument(
@@ -119,23 +119,23 @@ def without_page(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that both commands have."""
+    """Return a parser with the arguments that are common to both commands of this module."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder with steps.jsonl (--recover-log-dir)")
-    parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.json (default: the one in DIR, if any)")
+    parser.add_argument("--corpus", type=Path, metavar="FILE", help="path of corpus.json (default: DIR/corpus.json)")
     parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per iteration, if known")
     return parser
 
 
 def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
-    """Return the run and the findings of the audit.  Raises NotARun, OSError."""
+    """Return the run and the findings of its audit.  Raises NotARun or OSError if the run cannot be read."""
     run = read_run(args.run_dir, args.corpus)
     return run, run.audit(args.microbatches)
 
 
 def _is_rough(events: Sequence[Event]) -> bool:
-    """Return whether the model computes in 16 bits or fewer, by the event ``start`` (older versions: by its flags)."""
+    """Return whether the model computes in 16 bits or fewer, by the event ``start``: its field ``bits``, or flags."""
     start = next((event for event in events if event["event"] == "start"), {})
     flags = [str(word).startswith(("--bf16", "--fp16", "--fp8", "--fp4")) for word in start.get("argv") or ()]
     return bool(start.get("bits", 16 if any(flags) else 32) < 32)
@@ -143,7 +143,7 @@ def _is_rough(events: Sequence[Event]) -> bool:
 
 @contextmanager
 def _schema(folder: Path) -> Iterator[None]:
-    """Raise ValueError if the code in this context reads an event that lacks a field or has a wrong type."""
+    """Raise ValueError if an event that is read inside this context lacks a field, or a field has a wrong type."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -176,8 +176,8 @@ def _print_findings(found: Sequence[str]) -> int:
 
 
 def _write(out: Path, text: str) -> None:
-    """Write atomically, so that a browser that reloads the page never sees half of it.  Raises OSError."""
-    if out.is_symlink() or (out.exists() and not out.is_file()):  # a link, a device or a pipe must not be replaced
+    """Write ``text`` to ``out`` atomically, so that a browser never loads half a page.  Raises OSError."""
+    if out.is_symlink() or (out.exists() and not out.is_file()):  # do not replace a link, a device or a pipe
         out.write_text(text, encoding="utf-8")
         return
     draft = out.with_name(f".{out.name}.{os.getpid()}")
@@ -212,7 +212,7 @@ def _trace(folder: Path, out: Path) -> int:
 def pictures(report: Report, out: Path) -> dict[str, Path]:
     """Draw all pictures as PNGs next to ``out``; return title -> file.  Raises OSError.
 
-    Empty without matplotlib or without steps.
+    If matplotlib is missing, or the run has no steps, draw nothing and return {}.
     """
     steps, comparison = report.run.steps, report.comparison
     if not steps:

@@ -1,6 +1,7 @@
-"""Goodput over wall-clock time: for each committed iteration, the use of the time from the start to its end.
+"""Goodput over wall-clock time: how a run has used the time from its start to the end of each committed iteration.
 
-    steps.jsonl, events.jsonl, events-<n>.jsonl --accounts--> seconds by use --svg--> shares of the time, stacked
+    accounts   steps and events --> seconds of each use
+    svg        seconds of each use --> picture of the shares of the time
 
 docs/monitoring.md defines the five uses.  Pure.  Iterations that a rollback or a restart discarded are left out.
 """
@@ -25,20 +26,20 @@ USES = {
     "waiting": "waiting",
     "outside": "outside committed iterations",
 }
-"""Use (also a CSS class of the page) -> text for the reader, in stacking order."""
+"""Use of time (also a CSS class of the page) -> text for the reader, in the order of the layers from the bottom."""
 RECENT = 20
-"""Number of iterations before a recovery; their median is the expected time of an iteration without the recovery."""
+"""Number of iterations before a recovery whose median time is the expected time of an iteration without a recovery."""
 _POINTS = 400
 _HEIGHT = 160
 
 
 @dataclass(frozen=True)
 class Account:
-    """Use of the wall-clock time from the start to ``time`` (unix seconds)."""
+    """Use of the wall-clock time from the run's start to ``time`` (unix seconds)."""
 
     time: float
     seconds: Mapping[str, float]
-    """Use -> seconds; their sum is the complete time."""
+    """Use (a key of ``USES``) -> seconds; the values add up to the complete time."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -50,13 +51,13 @@ class Account:
 def accounts(
     steps: Sequence[StepRecord], workers: Sequence[Event], coordinators: Sequence[Event] = ()
 ) -> list[Account]:
-    """Return an account for each committed iteration and for the end; the events must be in time order.
+    """Return an account for each committed iteration and for the run's end; the events must be in time order.
 
-    Empty if a step has no time, a step is missing before the first, or no ``start`` event names replicas.
+    Empty if a step has no time, if steps before the first are missing, or if no ``start`` event names replicas.
     """
     starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
     timed = [(step.time, step) for step in steps if step.time is not None]
-    if not starts or len(timed) < len(steps):  # an older version wrote the steps without a time
+    if not starts or len(timed) < len(steps):  # an older version wrote steps without a time
         return []
     if steps and lost_before(steps[0], workers):
         return []
@@ -68,7 +69,7 @@ def accounts(
     at, found = launched[0], []
     for time, step in sorted(timed, key=lambda pair: pair[0]):
         if time <= at:
-            continue  # the step is before the start, or the clocks of two writers disagree
+            continue  # the step ended before the start, or the workers' clocks differ
         began = max(at, time - step.seconds)
         full = len(starts[bisect_right(launched, time) - 1]["replicas"])
         cost = costs.get((step.iteration, step.epoch))
@@ -87,7 +88,7 @@ def accounts(
         at = time
         found.append(Account(at, dict(spent)))
     last = workers[-1]["time"]
-    if workers[-1]["event"] != "end":  # killed workers write no end
+    if workers[-1]["event"] != "end":  # if all workers were killed, only a coordinator has recorded the end
         last = max([last, *(event["time"] for event in coordinators if event["event"] == "stop")])
     if found and last > at:
         found.append(Account(last, {**spent, "outside": spent["outside"] + last - at}))
@@ -95,7 +96,10 @@ def accounts(
 
 
 def _stalls(coordinators: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the periods (begin, end) in which the run waited for many late replicas, in order and without overlap."""
+    """Return the periods (begin, end), in unix seconds, in which the run waited for many late replicas.
+
+    The periods are in the order of time and do not overlap.
+    """
     late_events = [event for event in coordinators if event["event"] in ("stalled", "stall_over")]
     merged: list[tuple[float, float]] = []
     for begin, end in sorted((event["time"] - event.get("seconds", 0.0), event["time"]) for event in late_events):
@@ -110,7 +114,7 @@ def _stalls(coordinators: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def svg(found: Sequence[Account]) -> str:
-    """Return the picture of the shares over time as SVG; empty if there are fewer than two accounts."""
+    """Return the picture of the shares of all uses over time as SVG; empty if there are fewer than two accounts."""
     if len(found) < 2:
         return ""
     axis = Axis(found[0].time - sum(found[0].seconds.values()), found[-1].time)
@@ -149,7 +153,7 @@ def in_short(account: Account) -> tuple[str, str]:
 
 
 def in_words(found: Sequence[Account]) -> str:
-    """Return the picture's alternative text."""
+    """Return the alternative text of the picture from ``svg``."""
     passed = sum(found[-1].seconds.values())
     uses = ", ".join(key.text for key in legend(found))
     middle = found[len(found) // 2]

@@ -1,9 +1,9 @@
 """Faults of a run and their cost, from the event files (docs/reference/events.md has their schema).
 
 A recovery is one change of the membership after the start: a plan of a new epoch, the deaths that led to it, the
-microbatches that were run again, and the time of each phase.  The data come from different writers: the coordinator
-reports when and why a worker was lost, the workers report the cost, and fault injection reports the injected faults.
-Epoch numbers start again with each launch, so events of several launches into one folder (a resumed run) are separated.
+microbatches that were run again, and the time of each phase.  The coordinator reports when and why a worker was lost,
+the workers report the cost, and fault injection reports the injected faults.  A resumed run has several launches in one
+folder.  Epoch numbers start again with each launch, so the events of each launch are treated separately.
 """
 
 from __future__ import annotations
@@ -17,73 +17,76 @@ from typing import Any
 from recover_megatron.run_log.events import Event
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
-"""Phases of a recovery, in order.  ``detect``: from the injection of a fault until the coordinator detects it."""
+"""Phases of a recovery, in order.  ``detect`` lasts from the injection of a fault until the coordinator detects it."""
 
 
 @dataclass(frozen=True)
 class RecoveryRecord:
     time: float
-    """Time of the first fault or, if the coordinator reported no fault, of the plan; unix seconds."""
+    """Unix seconds of the first fault or, if the coordinator reported no fault, of the plan."""
     launch: int = 0
-    """Index of the launch into this folder, from 0."""
+    """Number of the launch among all launches into the folder, from 0."""
     epoch: int | None = None
-    """Epoch that the plan began; None: no plan followed the fault."""
+    """Epoch that began with the recovery's plan; None if no plan followed the fault."""
     iteration: int | None = None
-    """Iteration of the recovery; None: not reported."""
+    """Iteration that the recovery interrupted; None if it is not known."""
     phase: str = ""
-    """Phases of the step in which the workers were interrupted, separated by commas."""
+    """Phases of the step in which the surviving workers were interrupted, separated by commas."""
     fresh: tuple[int, ...] = ()
-    """Replicas that this epoch formed."""
+    """Numbers of the replicas that were newly formed in this epoch."""
     lost_workers: tuple[int, ...] = ()
     lost_replicas: tuple[int, ...] = ()
     causes: tuple[str, ...] = ()
-    """Causes as texts for the reader."""
+    """Causes of the recovery, as texts for the reader: one per lost worker, or the reasons of the new epoch."""
     replicas: int | None = None
-    """Number of replicas in the new epoch; None: not reported."""
+    """Number of replicas in the new epoch; None if it is not known."""
     reran: int = 0
-    """Microbatches that were run again."""
+    """Number of microbatches that were run again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds (the longest time that a worker reported), in the order of `PHASES`, other phases last."""
+    """Phase -> longest time, in seconds, that a worker reported for it; in the order of `PHASES`, then other phases."""
     total: float = 0.0
-    """Sum of the phases except ``detect``, in seconds: from the notification of the workers to the step's end."""
+    """Sum of all phases except ``detect``, in seconds: from the notification of the workers to the step's end."""
 
 
 @dataclass(frozen=True)
 class History:
-    """History of a run from its event files."""
+    """Recoveries, other changes and end of a run, from its event files."""
 
     launches: int
     start: Event | None
-    """Last start that a worker reported."""
+    """Event ``start`` of the last launch; None if the workers have reported none."""
     recoveries: list[RecoveryRecord]
     """Recoveries in the order of time."""
     quotas: list[Event]
-    """Events of quotas that were changed because of measured speeds."""
+    """Events about quotas that were changed to balance the measured speeds of the replicas."""
     others: list[Event]
     """Events of rollbacks, repeated sections (``again``) and abandoned checkpoints."""
     end: str
-    """End of the run, in words."""
+    """Text about the end of the run."""
     good_end: bool | None
-    """True if the run finished, False if it was stopped; None: no end was reported."""
+    """True if the run finished, False if it was stopped, None if no end is recorded."""
 
     @property
     def workers_lost(self) -> int:
-        """Return the number of workers lost in all launches; losses that no plan followed do not count."""
+        """Return the number of workers lost in all launches, without losses after which there was no new plan."""
         return len({(r.launch, worker) for r in self.recoveries if r.epoch is not None for worker in r.lost_workers})
 
     @property
     def losses(self) -> int:
-        """Return the number of recoveries after a loss of workers; the other recoveries only admitted workers."""
+        """Return the number of recoveries after a loss of workers; other recoveries only admit workers."""
         return sum(r.epoch is not None and bool(r.lost_workers) for r in self.recoveries)
 
     @property
     def seconds(self) -> float:
-        """Return the time spent in all recoveries."""
+        """Return the time spent in all recoveries, in seconds."""
         return sum(recovery.total for recovery in self.recoveries)
 
 
 def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]) -> History:
-    """Build the history from events in time order; an invalid event raises KeyError, TypeError or AttributeError."""
+    """Return the history of a run from the events of workers, coordinators and fault injection, each in time order.
+
+    Raises KeyError, TypeError or AttributeError for an invalid event.
+    """
     starts = _launches(workers, coordinators)
     recoveries = []
     for number, begin in enumerate(starts):
@@ -108,7 +111,7 @@ def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequ
 
 def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[float]:
     """Return the time at which each launch's events begin, in order; minus infinity for the first launch."""
-    listening: dict[str, set[float]] = {}  # a candidate logs this event once per launch; copies have the same time
+    listening: dict[str, set[float]] = {}  # file -> times; a candidate logs ``listening`` once per launch
     for event in coordinators:
         if event["event"] == "listening":
             listening.setdefault(event.get("file", ""), set()).add(event["time"])
@@ -126,7 +129,7 @@ def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[f
 def _recoveries(
     launch: int, workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]
 ) -> list[RecoveryRecord]:
-    """Return the recoveries of launch number ``launch``, whose events are given."""
+    """Return the recoveries of the launch with number ``launch``, from the events of this launch."""
     reported: dict[int, list[Event]] = {}
     for event in workers:
         if event["event"] in ("plan", "recovery"):
@@ -149,7 +152,7 @@ def _recoveries(
         started = place == 0 and not recovery.lost_workers and not recovery.lost_replicas and not recovery.reran
         if not started:
             recoveries.append(recovery)
-    for fault in by_plan.get(len(epochs), []):  # no plan followed
+    for fault in by_plan.get(len(epochs), []):  # faults after the last plan
         lost, causes = (fault["worker"],), (_cause(fault),)
         recoveries.append(
             RecoveryRecord(fault["time"], launch, lost_workers=lost, causes=causes, seconds=_detect([fault]))
@@ -178,7 +181,7 @@ def _recovery(
     account = max(finished, key=lambda event: sum(event["seconds"].values()), default=None)
     iterations = [event["iteration"] for event in (*finished, *plans)]
     if decided is not None and "committed" in decided:
-        # Used if no worker reported the iteration: the iteration after the last commit.
+        # If no worker has reported the iteration, it is the iteration after the last commit.
         iterations.append(decided["committed"] + 1)
     worker_phases = dict.fromkeys(event["phase"] for event in plans if event.get("phase"))
     return RecoveryRecord(
@@ -199,7 +202,7 @@ def _recovery(
 
 
 def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, float]:
-    """Return phase -> the longest time, in seconds, that an event reports; ``only``: phases to return (empty: all)."""
+    """Return phase -> longest time, in seconds, that an event reports.  ``only``: phases to return (empty: all)."""
     longest: dict[str, float] = {}
     for event in events:
         for name, seconds in event.get("seconds", {}).items():
@@ -209,7 +212,7 @@ def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, flo
 
 
 def _strike(fault: Event, chaos: Sequence[Event]) -> Event | None:
-    """Return the last injected fault of the worker before ``fault``, its cause; None if none was injected."""
+    """Return the injected fault that caused ``fault``: the worker's last one before it; None if there is none."""
     strikes = [event for event in chaos if event["event"] == "strike" and event["worker"] == fault["worker"]]
     return next((event for event in reversed(strikes) if event["time"] <= fault["time"]), None)
 
@@ -227,7 +230,7 @@ def _cause(fault: Event) -> str:
 
 
 def _distinct(events: Iterable[Event], field: str) -> list[Event]:
-    """Drop events with the iteration and the ``field`` of an earlier event: several workers may report the same."""
+    """Drop repeated reports by several workers: events whose iteration and ``field`` equal an earlier event's."""
     seen: dict[tuple[int, str], Event] = {}
     for event in events:
         seen.setdefault((event["iteration"], str(event.get(field))), event)

@@ -1,17 +1,16 @@
-"""Timeline of a run: a lane per worker with its role over time, as an SVG in the page.
+"""Timelines of a run: the role of each worker over time, as an SVG for the page; the recoveries as a Chrome trace.
 
-    plans, aside, back, left, fault --stretches--> training | spare | ... | gone --svg--> lanes of the last launch
-    recoveries, rollbacks, snapshots --marks--> lines across the lanes, and ticks below them
+The SVG, by ``svg``, shows the last launch.  It has a lane for each worker, whose colours show the worker's role
+(``stretches``).  Marks are lines across all lanes (recoveries, rollbacks) or ticks below the lanes (snapshots).
+Colours are CSS classes of the page, so that they follow the reader's light or dark mode.
 
-Colours are classes of the page's style, so that they follow the reader's light or dark mode.
+The Chrome trace, by ``trace``, is for ``recover-report --trace FILE``.  It has these lanes:
 
-``trace``, for ``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
+    training       the phases of each recovery, in sequence, as a worker reported them
+    coordinator n  faults and revokes as moments; each rendezvous, from its revoke to its plan
+    worker n       the worker's roles (``stretches``) in the last launch
 
-    training       the phases of each recovery, one after the other, as a worker reported them
-    coordinator n  faults and revokes as moments, each rendezvous from its revoke to its plan
-    worker n       its roles (``stretches``) in the last launch
-
-Each file has the time of the host that wrote it, so lanes of different hosts are shifted if their clocks differ.
+Times are from the clock of the host that wrote the event, so lanes are shifted if the hosts' clocks differ.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from recover_megatron.run_log.events import Event
 LEFT = 70
 """Width of the column with the names of the lanes, in units of the SVG."""
 _WIDTH, _FOOT = 960, 26
-_RIGHT = 30  # room for the right half of the last time's text
+_RIGHT = 30  # space for the right half of the axis's last label
 _PARTS = 6
 """Largest number of intervals on the time axis."""
 
@@ -56,9 +55,10 @@ class Axis:
         return LEFT + (time - self.begin) * self.scale
 
     def picture(self, css: str, words: str, parts: Sequence[str], height: int, gap: int) -> str:
-        """Return an SVG: ``parts``, ``height`` high, and below them, after ``gap``, round times since ``begin``.
+        """Return an SVG of ``parts``, with labels of the time axis below them: round times since ``begin``.
 
-        ``css``: class of the picture; ``words``: alternative text.
+        ``css``: CSS class of the picture; ``words``: alternative text; ``height``: height of the parts; ``gap``:
+        distance from the parts to the labels.
         """
         of, y = self.end - self.begin, height + gap
         ticks = (
@@ -70,7 +70,10 @@ class Axis:
 
 
 def round_times(of: float) -> list[float]:
-    """Return equidistant times from 0 to at most ``of`` seconds, 1, 2 or 5 (times a power of ten) units apart."""
+    """Return times for the labels of an axis from 0 to ``of`` seconds, in steps of 1, 2 or 5 times a power of ten.
+
+    The unit of the steps is a second, a minute or an hour, depending on ``of``.
+    """
     unit = _unit(of)
     step = 10.0 ** math.floor(math.log10(max(of / unit, 1e-3) / _PARTS))
     step = next(size for size in (step, 2 * step, 5 * step, 10 * step) if size * _PARTS >= of / unit) * unit
@@ -78,7 +81,7 @@ def round_times(of: float) -> list[float]:
 
 
 def since(seconds: float, of: float) -> str:
-    """Return ``seconds`` as text, in the unit (s, min, h) that suits a picture of ``of`` seconds."""
+    """Return ``seconds`` as text in the unit (s, min, h) of an axis that is ``of`` seconds long."""
     unit = _unit(of)
     return f"{seconds / unit:{'.0f' if of >= 6 * unit else '.1f'}} {_UNITS[unit]}"
 
@@ -91,9 +94,9 @@ def _unit(of: float) -> int:
 
 
 MOST = 128
-"""Largest number of lanes; workers that at some time had another role than "training" have priority."""
+"""Largest number of lanes; of more workers, those that had another role than "training" are preferred."""
 MOST_TICKS = 300
-"""Largest number of snapshots that are drawn; of more snapshots, only every n-th is drawn."""
+"""Largest number of snapshots that are drawn; if there are more, only every n-th is drawn."""
 KINDS = {
     "training": "training",
     "spare": "spare: has lost its place",
@@ -127,7 +130,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Mark:
-    """Moment that is marked across all lanes, with its description."""
+    """Moment that the picture marks, with its description."""
 
     time: float
     text: str
@@ -136,7 +139,10 @@ class Mark:
 
 
 def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until: float = 0.0) -> list[Stretch]:
-    """Return the roles of each worker of the last launch, at least up to the time ``until``; events in time order."""
+    """Return the roles of each worker of the last launch, up to the last event or, if this is later, to ``until``.
+
+    The events must be in time order.  ``until``: unix seconds.
+    """
     began = max((n for n, event in enumerate(events) if event["event"] == "start"), default=0)
     details = events[began:]
     plans = [event for event in details if event["event"] == "plan" and event.get("grid")]
@@ -151,34 +157,34 @@ def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until
 
 
 _CHANGES = {"aside": "aside", "back": "spare", "left": "left", "fault": "gone"}
-"""Event of a coordinator -> role that the event's worker has after it."""
+"""Name of a coordinator's event -> role of the event's worker after the event."""
 
 
 class _Workers:
-    """Roles of all workers up to the last applied event."""
+    """Present and past roles of all workers, computed from one event after the other."""
 
     def __init__(self) -> None:
-        self._now: dict[int, tuple[str, float]] = {}  # worker -> (role, since when)
-        self._placed: set[int] = set()  # workers that have ever had a place
+        self._now: dict[int, tuple[str, float]] = {}  # worker -> (role, unix seconds at which the role began)
+        self._placed: set[int] = set()  # workers that have a place, or had one
         self._past: list[Stretch] = []
 
     def apply(self, event: Event) -> None:
-        """Apply a plan or an event in ``_CHANGES``; ignore an event whose worker has been in no plan."""
+        """Update the roles after a plan or an event in ``_CHANGES``; ignore workers that have been in no plan."""
         if event["event"] == "plan":
             for worker, kind in self._by_plan(event).items():
                 self._set_role(worker, kind, event["time"])
         elif event["worker"] in self._now:
             finishes = event["event"] == "left" and self._now[event["worker"]][0] == "training"
-            if not finishes:  # a worker that leaves before the end has lost its place by then
+            if not finishes:  # a worker that leaves from its place has finished the run, and stays "training"
                 self._set_role(event["worker"], _CHANGES[event["event"]], event["time"])
 
     def until(self, end: float) -> list[Stretch]:
-        """Return all stretches up to the time ``end``, ordered by worker and time."""
+        """Return all roles up to the time ``end``, ordered by worker and time."""
         last = [Stretch(worker, since, end, kind) for worker, (kind, since) in self._now.items()]
         return sorted([*self._past, *last], key=lambda s: (s.worker, s.begin))
 
     def _by_plan(self, plan: Event) -> dict[int, str]:
-        """Return the role of each worker after ``plan``; a worker that is neither in it, set aside nor left is gone."""
+        """Return worker -> role after ``plan``; a worker that it does not name is set aside, has left, or is gone."""
         kinds = {worker: kind if kind in ("aside", "left") else "gone" for worker, (kind, _) in self._now.items()}
         for worker in map(int, plan.get("spares", ())):
             if kinds.get(worker) != "left":
@@ -198,7 +204,7 @@ class _Workers:
 
 
 def svg(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
-    """Return the picture as SVG; empty if there are no stretches."""
+    """Return the picture of the roles ``found`` and of the marks as SVG; empty if there are no roles."""
     if not found:
         return ""
     axis = Axis(*_span(found))
@@ -250,7 +256,7 @@ def _lanes(found: Sequence[Stretch]) -> list[int]:
 
 
 def legend(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Key]:
-    """Return the legend of the colours in the picture."""
+    """Return the legend of the roles and marks that the picture shows."""
     kinds = {stretch.kind for stretch in found}
     lines = {mark.kind for mark in _seen(found, marks)} if found else set()
     return [Key(kind, text) for kind, text in KINDS.items() if kind in kinds] + [
@@ -259,7 +265,7 @@ def legend(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Key]:
 
 
 def in_words(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
-    """Return the picture's alternative text."""
+    """Return the alternative text of the picture from ``svg``."""
     last = {stretch.worker: stretch.kind for stretch in found}
     ends = Counter(last.values())
     counts = [f"{ends[kind]} {_short(kind)}" for kind in KINDS if ends[kind] or kind in _ALWAYS]
@@ -290,15 +296,15 @@ def _ever(kind: str, found: Sequence[Stretch]) -> str:
 
 _TRAINING = 1
 _COORDINATORS = 2
-"""Lane of the first coordinator; the lanes of the other coordinators follow."""
+"""Number of the first coordinator's lane in the trace; the other coordinators have the next numbers."""
 _RUN, _WORKERS = 1, 2
-"""Groups of lanes: "processes" of the trace format, their lanes are its "threads".  Some viewers hide group 0."""
+"""Groups of lanes: in the trace format, a group is a process and a lane a thread.  Some viewers hide process 0."""
 _MOMENTS = ("fault", "revoke", "exception", "give_up", "stalled", "lead", "stop")
 Entry = Mapping[str, Any]
 
 
 def trace(workers: Sequence[Event], coordinators: Sequence[Event], run: str = "run") -> dict[str, Any]:
-    """Return the object for the trace file; ``run``: name of its first group."""
+    """Return the content of the trace file, an object for JSON; ``run``: name of the first group of lanes."""
     files = sorted({event["file"] for event in coordinators}, key=lambda name: (len(name), name))
     lanes = {name: _COORDINATORS + n for n, name in enumerate(files)}
     entries = [_named("process", _RUN, 0, run), _named("thread", _RUN, _TRAINING, "training")]
@@ -336,7 +342,7 @@ def _recoveries(workers: Sequence[Event]) -> Iterator[Entry]:
             yield recovery
             for name, seconds in phases.items():
                 phase = _span_of(_RUN, _TRAINING, name, begun, begun + seconds, {})
-                # After rounding, a phase must not end after the recovery.
+                # Without this limit, rounding could make a phase end after its recovery.
                 yield {**phase, "dur": min(phase["dur"], recovery["ts"] + recovery["dur"] - phase["ts"])}
                 begun += seconds
         elif event["event"] in ("plan", "checkpoint", "start", "end"):
@@ -348,7 +354,7 @@ def _coordinators(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator
     for event in events:
         lane = lanes[event["file"]]
         details = {name: value for name, value in event.items() if name not in ("time", "mono")}
-        if event["event"] == "listening":  # another launch begins, and its epochs start again
+        if event["event"] == "listening":  # a new launch begins, whose epoch numbers start again
             opened = {key: begun for key, begun in opened.items() if key[0] != event["file"]}
         if event["event"] == "revoke":
             opened[event["file"], event.get("epoch")] = event["time"]

@@ -1,6 +1,6 @@
 """Report of a run as one self-contained HTML page: the verdict first, then pictures, then tables.
 
-``page.html`` is the template, which escapes all values; this module computes the values.
+This module computes the values for the template ``page.html``, which escapes them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
 MOST = 30
-"""Largest number of losses (those with the longest recoveries) around which iterations are shown."""
+"""Largest number of losses for which iterations are shown; losses with longer recoveries are preferred."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under the names of their columns."""
+    """Table for the page: names of the columns, and rows of text."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: frozenset[str] = frozenset()
-    """Names of the columns that are aligned as numbers."""
+    """Names of the columns that are right-aligned, since they contain numbers."""
 
 
 def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) -> Table | None:
-    """Return the microbatches that each replica counted in each iteration with a loss, and in its neighbours.
+    """Return a table of the microbatches that each replica counted in iterations with a loss of workers.
 
-    Microbatches that a replica took over are not marked; readers find them by comparing with the iteration before.
+    The iterations before and after a loss are shown, too: a comparison shows the microbatches that moved to other
+    replicas.  None if there are no such iterations.
     """
     known = {step.iteration: step for step in steps}
     losses = [r for r in recoveries if r.iteration is not None and r.lost_workers]
@@ -82,14 +83,14 @@ def checkpoints(events: Sequence[Event]) -> Table | None:
 
 
 _REFRESH = 30
-"""Seconds after which a browser reloads the page, unless the run has ended."""
+"""Seconds after which a browser reloads the page of a run that has not ended."""
 _MAX_ROWS = 500
-"""Largest number of rows of a table; of more recoveries, the longest are shown."""
+"""Largest number of rows of a table; if there are more recoveries, the longest are shown."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Contents of a page."""
+    """Data of a run from which a page is created."""
 
     run: RecordedRun
     violations: Sequence[str]
@@ -97,15 +98,15 @@ class Report:
     reference: RecordedRun | None = None
     comparison: Comparison | None = None
     events: Sequence[Event] = ()
-    """Events of the training workers, in the order of time."""
+    """Events of the workers, in the order of time."""
     coordinators: Sequence[Event] = ()
     """Events of the coordinators, in the order of time."""
     spent: Sequence[Account] = ()
-    """Accounts of the wall-clock time, in the order of time."""
+    """Uses of the wall-clock time up to each iteration (``goodput.accounts``), in the order of time."""
 
 
 def page(report: Report, pictures: Mapping[str, Path]) -> str:
-    """Return the HTML text.  ``pictures``: title -> PNG, in the order to show them.  Raises OSError."""
+    """Return the HTML text of the page.  ``pictures``: title -> PNG file, in the order of the page.  Raises OSError."""
     lost = [worker for worker in report.run.workers if worker.get("state") != "finished"]
     found = stretches(report.events, report.coordinators, max((s.time or 0.0 for s in report.run.steps), default=0.0))
     moments = marks(report.history, report.events)
@@ -144,7 +145,7 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
 
 
 def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
-    """Return marks for the lanes: recoveries, rollbacks and snapshots in memory; ``events``: of training workers."""
+    """Return marks for the workers' lanes: recoveries, rollbacks, snapshots in memory.  ``events``: of the workers."""
     recoveries = [
         Mark(r.time, f"iteration {_maybe(r.iteration)}: {'; '.join(r.causes) or 'a change'}; {_ms(r.total)}")
         for r in past.recoveries
@@ -166,7 +167,7 @@ def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
 
 
 def told(report: Report) -> defaultdict[str, str]:
-    """Return title -> alternative text of the picture; empty text for other titles."""
+    """Return title of a picture -> alternative text; "" for a title without text."""
     words: defaultdict[str, str] = defaultdict(str)
     if steps := report.run.steps:
         losses = [step.loss for step in steps if step.loss is not None]
@@ -186,7 +187,7 @@ def told(report: Report) -> defaultdict[str, str]:
 
 
 def _verdicts(report: Report) -> list[tuple[str, str, str]]:
-    """Return the verdicts about the run, each as (CSS class, heading, sentence)."""
+    """Return the verdicts about audit, end and damaged files, each as (CSS class, heading, sentence)."""
     steps = report.run.steps
     if (missing := report.violations) and not failed(missing):
         bars = [("open", "AUDIT INCOMPLETE", in_short(missing))]

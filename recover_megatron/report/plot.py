@@ -1,7 +1,7 @@
 """Pictures of a run, drawn with matplotlib if it is installed.
 
-Each ``draw_*`` draws into given axes; `save` creates the figure around them.  Colours have the same meaning in all
-pictures: blue the run, grey the reference, red a change of the replicas.
+Each ``draw_*`` function draws into given axes; `save` creates the figure with the axes.  In all pictures, blue is the
+run, grey the reference, and red a change of the number of replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recover_megatron.run_log.steps import StepRecord
 MAX_BARS = 30
 _MAX_COLUMNS = 600
 _MAX_LINES = 40
-"""Largest number of changes of the replicas that are marked; more lines would hide the curve."""
+"""Largest number of changes of the replicas for which lines are drawn; more lines would hide the curve."""
 _RUN, _REFERENCE, _CHANGE = "tab:blue", "0.55", "tab:red"
 _PHASE_COLOURS = {
     "rendezvous": "#ff9f40",
@@ -37,7 +37,10 @@ NO_PLOT = "none: matplotlib is not installed: pip install 'recover-megatron[plot
 
 
 def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[float]) -> bool:
-    """Draw a figure of stacked axes, of ``heights`` inches, to ``path``.  Return False if matplotlib is missing."""
+    """Save a picture to ``path``; return False if matplotlib is missing.
+
+    ``heights``: heights, in inches, of the axes below each other, into which ``draw`` draws.
+    """
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
@@ -58,7 +61,7 @@ def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[fl
 
 
 def draw_loss(axes: Any, run: RecordedRun, reference: RecordedRun | None = None) -> None:
-    """Draw the loss over the iterations, the reference behind it, evaluations, and changes of the replicas."""
+    """Draw the loss over the iterations; also the reference's loss, evaluations, and changes of the replicas."""
     if reference is not None:
         _line(axes, [(s.iteration, s.loss) for s in reference.steps], color=_REFERENCE, linewidth=3, label="reference")
     _line(axes, [(s.iteration, s.loss) for s in run.steps], color=_RUN, linewidth=1, label="training")
@@ -75,7 +78,7 @@ def draw_loss(axes: Any, run: RecordedRun, reference: RecordedRun | None = None)
 
 
 def draw_difference(axes: Any, comparison: Comparison) -> None:
-    """Draw the relative difference of the loss from the reference, logarithmic; equal losses are at the bottom."""
+    """Draw the relative difference of the loss from the reference, in logarithmic scale; 0 is drawn at the bottom."""
     points = [(d.iteration, d.relative) for d in comparison.losses if math.isfinite(d.relative)]
     different = [value for _, value in points if value > 0]
     floor = 10.0 ** (math.floor(math.log10(min(different, default=1e-15))) - 1)
@@ -97,9 +100,9 @@ def draw_replicas(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
-    """Draw the microbatches of each replica and iteration as colours; white: none.
+    """Draw the number of microbatches of each replica in each iteration as a colour; white if there are none.
 
-    In a long run, a column is the mean of several iterations.
+    In a long run, each column of the picture is the mean of several iterations.
     """
     replicas = sorted({replica for step in steps for replica in step.microbatches})
     width = math.ceil(len(steps) / _MAX_COLUMNS) or 1
@@ -117,9 +120,9 @@ def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def draw_recoveries(axes: Any, recoveries: Sequence[RecoveryRecord]) -> None:
-    """Draw a stacked bar of the phases for each recovery, in milliseconds; at most the longest `MAX_BARS`.
+    """Draw a bar for each recovery, divided into phases, in milliseconds; only the longest `MAX_BARS` recoveries.
 
-    The time of ``detect`` is written next to the bar: a hang takes seconds to detect, which would dwarf other phases.
+    The phase ``detect`` is text next to the bar, since detection of a hang takes far longer than the other phases.
     """
     shown = sorted(recoveries, key=lambda r: r.total, reverse=True)[:MAX_BARS]
     shown.sort(key=lambda r: r.time)
@@ -148,7 +151,7 @@ def draw_throughput(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def mark_changes(axes: Any, steps: Sequence[StepRecord], text: bool = True) -> None:
-    """Draw a red line at each change of the number of replicas, unless there are more than `_MAX_LINES`."""
+    """Draw a red line at each change of the number of replicas; none if there are more than `_MAX_LINES` changes."""
     changes = [step for before, step in pairwise(steps) if step.replicas != before.replicas]
     if len(changes) > _MAX_LINES:
         return

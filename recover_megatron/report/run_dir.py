@@ -1,6 +1,6 @@
-"""Reader of a run's log folder; comparison of a run with its reference, iteration by iteration.
+"""Reader of a run's log folder; comparison of a run with a reference, iteration by iteration.
 
-A reference is the same training without failures.
+A reference is a run of the same training without failures.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from recover_megatron.run_log.steps import (
     violations,
 )
 
-# Megatron only prints the validation loss; no file has it in a better form.
+# Megatron only prints the validation loss, so it is read from the output.
 _EVALUATION = re.compile(
     rb"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: ([0-9.E+-]+|nan|inf)", re.IGNORECASE
 )
 
 
 class NotARun(Exception):
-    """Error for a folder without a run to report on; its text is for the user."""
+    """Error: a folder contains no run to report on.  The message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +42,29 @@ class RecordedRun:
     steps: list[StepRecord]
     """Steps in the order of their iterations, without lines that a crash has cut or damaged."""
     corpus: dict[str, Any] | None
-    """Content of corpus.json from scripts/prepare_corpus.py; None if the file is missing or damaged."""
+    """Content of corpus.json, which scripts/prepare_corpus.py writes; None if the file is missing or damaged."""
     workers: list[dict[str, Any]]
-    """Content of workers.json from recover-run, an object for each worker; empty if the file is missing or damaged."""
+    """Content of recover-run's workers.json, an object for each worker; empty if the file is missing or damaged."""
     settings: dict[str, Any]
-    """Content of run.json from scripts/quickstart.sh; empty for other runs."""
+    """Content of run.json, which scripts/quickstart.sh writes; empty for other runs."""
     evaluations: dict[str, dict[int, float]]
     """Split (validation, test) -> iteration -> loss."""
     events: tuple[list[Event], list[Event], list[Event]] = ([], [], [])
-    """Events of workers, of coordinators and of fault injection, each in the order of time."""
+    """Events of the workers, of the coordinators, and of fault injection, each in the order of time."""
     spoiled: list[str] = field(default_factory=list)
-    """Lines (as file:line) and files that were left out because they are unreadable."""
+    """Damaged lines (as "file:line") and damaged files, which were skipped."""
     after_spoiled: dict[str, int] = field(default_factory=dict)
-    """Damaged line of steps.jsonl, as file:line -> the last iteration before this line."""
+    """Damaged line of steps.jsonl, as "file:line" -> number of the last iteration before the line, 0 if none."""
 
     @property
     def rollbacks(self) -> list[Event]:
-        """Return the events of the rollbacks, in order, with the fields ``to``, ``lost`` and ``tier``."""
+        """Return the events of all rollbacks in the order of time, with the fields ``to``, ``lost`` and ``tier``."""
         return [event for event in self.events[0] if event["event"] == "rolled back"]
 
     def audit(self, microbatches: int | None = None) -> list[str]:
-        """Return a sentence for each error and each range of missing iterations; empty if all microbatches are right.
+        """Check that each iteration counted each microbatch exactly once; return a sentence for each error.
 
-        ``microbatches``: number per iteration, if known.
+        Missing iterations are also errors.  ``microbatches``: number per iteration, None if unknown.
         """
         found = violations(self.steps, microbatches or self.settings.get("microbatches"))
         begun, ended = last_launch(self.events[0])
@@ -73,10 +73,10 @@ class RecordedRun:
                 return [not_shown(begun, ended)]
             return [not_shown(1, None)] if self.after_spoiled else found
         first, last = self.steps[0], self.steps[-1]
-        has_events = (self.folder / EVENTS_FILE).exists()  # else only steps.jsonl was copied
+        has_events = (self.folder / EVENTS_FILE).exists()  # False if only steps.jsonl was copied into the folder
         if has_events and (missing := lost_before(first, self.events[0])):
             found.insert(0, not_shown(first.iteration - missing, first.iteration - 1))
-        elif first.iteration > 1 and 0 in self.after_spoiled.values():  # the damaged lines are of an earlier launch
+        elif first.iteration > 1 and 0 in self.after_spoiled.values():  # damaged lines at the start of the file
             found.insert(0, not_shown(1, first.iteration - 1))
         if (next_one := max(last.iteration + 1, begun)) <= ended:
             found.append(not_shown(next_one, ended))
@@ -86,17 +86,17 @@ class RecordedRun:
 
     @property
     def microbatches(self) -> int:
-        """Return the number of microbatches per iteration, from the settings or else from the steps."""
+        """Return the number of microbatches per iteration, from the settings or, if these lack it, from the steps."""
         return self.settings.get("microbatches") or microbatches_per_iteration(self.steps)
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Return the validation loss, nats per token, of a model that knows only the training text's byte counts."""
+        """Return the validation loss, in nats per token, of a model that knows only the corpus's byte frequencies."""
         return None if self.corpus is None else float(self.corpus["unigram_entropy_nats"]["valid_under_train"])
 
 
 def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
-    """Return the first and the last iteration of the last launch, from its events; last is 0 if it has no ``end``."""
+    """Return the first and the last iteration of the last launch; the last iteration is 0 if there is no ``end``."""
     begun, ended = 1, 0
     for event in workers:
         if event["event"] == "start":
@@ -107,9 +107,9 @@ def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
 
 
 def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
-    """Return the number of iterations that steps.jsonl has lost before its first line ``first`` (by log rotation).
+    """Return how many iterations are missing in steps.jsonl before its first line ``first``, due to log rotation.
 
-    The lost lines are of the same launch or of an earlier launch, since a resumed launch keeps earlier lines.  Without
+    The missing lines may be of an earlier launch, since a resumed launch keeps the lines of earlier launches.  Without
     a ``start`` event, the launch is assumed to have started at iteration 1.
     """
     starts = [event for event in workers if event["event"] == "start"]
@@ -123,7 +123,7 @@ def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
 
 
 def _iterations_made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Yield (first iteration of the launch, last iteration so far) for each event ``checkpoint`` and ``end``."""
+    """Yield (first iteration of the launch, iteration of the event) for each event ``checkpoint`` and ``end``."""
     begun = None
     for event in workers:
         if event["event"] == "start":
@@ -133,9 +133,9 @@ def _iterations_made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
 
 
 def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
-    """Read the folder.  ``corpus`` is the corpus.json to compare with (default: the one in ``folder``, if any).
+    """Read the log folder of a run.  ``corpus``: path of corpus.json; None: the file in ``folder``, if it exists.
 
-    Raises NotARun if there is no steps.jsonl, or no corpus at the given path.
+    Raises NotARun if there is no steps.jsonl, or no valid file at ``corpus``.
     """
     if not folder.is_dir():
         raise NotARun(f"{folder}: no such folder")
@@ -165,7 +165,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
 
 
 def _json[Content: (list[Any], dict[str, Any])](path: Path, kind: type[Content], spoiled: list[str]) -> Content | None:
-    """Return the content of the file; None if it is missing or damaged.  Add a damaged file's name to ``spoiled``."""
+    """Return a JSON file's content; None if it is missing or damaged.  Add a damaged file's name to ``spoiled``."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -190,18 +190,18 @@ def _evaluations(folder: Path) -> dict[str, dict[int, float]]:
 
 
 GROWN = 1e-2
-"""Limit of the loss's relative difference from the reference; accumulated rounding can reach it."""
+"""Largest relative difference of the loss from the reference that accumulated rounding can explain."""
 TOLERANCE = 1e-4
-"""Limit of that difference for ``SOON`` iterations after a change of the replicas, if the losses were equal before."""
+"""Limit of this difference in ``SOON`` iterations after a change of the replicas, if the losses were equal before."""
 SOON = 10
 """Number of iterations for which ``TOLERANCE`` applies, including the iteration with the change."""
 ROUGH = 10
-"""Factor of ``TOLERANCE`` after the first of these iterations, if the model computes in 16 bits or fewer."""
+"""Factor of ``TOLERANCE`` in all but the first of the ``SOON`` iterations, if the model computes in 16 bits or less."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Values of a quantity in one iteration of the run and of the reference."""
+    """Values of a quantity, such as the loss, in one iteration of the run and of the reference."""
 
     iteration: int
     run: float
@@ -225,27 +225,27 @@ class Comparison:
     iterations: int
     """Number of common iterations."""
     losses: list[Difference]
-    """Differences of the loss, in order, without iterations that either run skipped."""
+    """Differences of the loss by iteration, without iterations that one of the runs skipped."""
     grad_norms: list[Difference]
     unlike: list[str]
-    """Sentences about differences that rounding cannot explain: samples, losses, steps that only one run skipped."""
+    """Sentences about differences that rounding cannot explain: in samples, losses, or skipped steps."""
 
     @property
     def worst_loss(self) -> Difference | None:
-        """Return the (first) largest relative difference of the loss; None without common losses."""
+        """Return the largest relative difference of the loss; None if no iteration has a loss in both runs."""
         return max(self.losses, key=lambda difference: difference.relative, default=None)
 
     @property
     def worst_grad_norm(self) -> Difference | None:
-        """Return the (first) largest relative difference of the grad norm; None without common norms."""
+        """Return the largest relative difference of the grad norm; None if no iteration has a norm in both runs."""
         return max(self.grad_norms, key=lambda difference: difference.relative, default=None)
 
 
 def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
-    """Return why ``reference`` is not a run of the same training as ``run``; empty if it may be.
+    """Return why ``reference`` is not a run of the same training as ``run``; empty if it may be one.
 
-    In the first common iteration, another batch size changes the samples and microbatches, and other data change the
-    loss by more than rounding.
+    Compares the first iteration that both runs have.  A different batch size changes the number of samples or
+    microbatches; different data, model or seed change the loss by more than rounding.
     """
     pairs = _pairs(run, reference)
     if not pairs:
@@ -272,9 +272,10 @@ def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
 def compare(
     run: Sequence[StepRecord], reference: Sequence[StepRecord], tolerance: float = TOLERANCE, *, rough: bool = False
 ) -> Comparison:
-    """Compare two runs; ``tolerance``: the loss's largest relative difference right after a change of the replicas.
+    """Compare two runs over their common iterations.
 
-    ``rough``: the model computes in 16 bits or fewer.
+    ``tolerance``: largest relative difference of the loss soon after a change of the replicas (see ``TOLERANCE``).
+    ``rough``: True if the model computes in 16 bits or fewer.
     """
     pairs = _pairs(run, reference)
     unlike = []
@@ -305,9 +306,9 @@ def _limits(
 ) -> dict[int, float]:
     """Return iteration -> largest relative difference of the loss that rounding explains.
 
-    For ``SOON`` iterations after a change of the replicas in either run, the limit is ten times the largest recent
-    difference before the change, but at least ``tolerance`` in the first iteration, whose parameters are still the
-    same, and ``later`` times ``tolerance`` in the others.
+    ``off``: iteration -> difference.  The limit is ``GROWN``, except for ``SOON`` iterations after a change of the
+    replicas in one of the runs.  In these, the limit is ten times the largest recent difference before the change, but
+    at least ``tolerance`` in the first of these iterations, and ``later`` times ``tolerance`` in the next ones.
     """
     limits: dict[int, float] = {}
     recent: deque[float] = deque(maxlen=SOON)

@@ -1,4 +1,4 @@
-"""Summary of a run in a dozen lines of text; throughput of each iteration, and for each number of replicas."""
+"""Summary of a run in a dozen lines of text; throughput by iteration and by number of replicas."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.run_log.steps import NOT_SHOWN, StepRecord, samples_per_microbatch
 
 _LAST = 10
-"""Number of last iterations over which the summary averages the training loss, because it is noisy."""
+"""Number of iterations, the last ones, over which the summary averages the noisy training loss."""
 
 _CHANGES = 8
-"""Largest number of changes of the replicas, and of damaged lines, that are listed one by one."""
+"""Largest number of changes of the replicas, and of damaged lines, that the summary lists."""
 
 
 def summary(run: RecordedRun, violations: Sequence[str], spent: Sequence[Account] = ()) -> str:
-    """Return the summary of ``run``; ``violations``: findings of the audit; ``spent``: accounts of the time."""
+    """Return the summary of ``run``.  ``violations``: from ``RecordedRun.audit``; ``spent``: from ``accounts``."""
     steps = run.steps
     rows: list[tuple[str, str]] = [("run", str(run.folder))]
     if run.spoiled:
@@ -74,10 +74,10 @@ def _replicas(steps: Sequence[StepRecord]) -> str:
 
 
 def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
-    """Describe the rollbacks and the iterations run again; the other rows count only the last run of an iteration."""
+    """Describe the rollbacks, and the number of iterations that they discarded and that were run again."""
     lost = sum(rollback["lost"] for rollback in rollbacks)
     to = ", ".join(f"to {back['to']} from {back['tier']} ({repeated(back)})" for back in rollbacks)
-    kept = "; their first runs: steps.jsonl.1, ..." if lost else ""  # if no iteration was lost, no old file was kept
+    kept = "; their first runs: steps.jsonl.1, ..." if lost else ""  # there is no old file if no iteration was lost
     return f"{to}; {lost} iteration{'s' * (lost != 1)} lost{kept}"
 
 
@@ -128,12 +128,12 @@ def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
 
 
 def failed(violations: Sequence[str]) -> list[str]:
-    """Return only the sentences about errors, without the sentences about iterations that are merely not shown."""
+    """Return the sentences of an audit that report a wrong count, without those about missing iterations."""
     return [text for text in violations if NOT_SHOWN not in text]
 
 
 def left_out(spoiled: Sequence[str]) -> str:
-    """Return a text with the number and the places of the lines that could not be read."""
+    """Return a text with the number of damaged lines and files, and the first of them."""
     which = ", ".join(spoiled[:_CHANGES]) + (", ..." if len(spoiled) > _CHANGES else "")
     return f"{len(spoiled)} damaged line{'s' * (len(spoiled) != 1)} (NUL bytes, half a line, or two mixed): {which}"
 
@@ -145,7 +145,8 @@ def in_short(violations: Sequence[str]) -> str:
 def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
     """Return (iteration, samples per second) for each iteration whose number of samples is known.
 
-    For the first iteration, and an iteration after a gap, that number is computed from the microbatches.
+    The number is the increase of ``consumed_samples``.  For the first iteration, and for an iteration after a gap, it
+    is computed from the number of microbatches.
     """
     usual = samples_per_microbatch(steps)
     found = []
@@ -163,7 +164,7 @@ def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Level:
-    """Throughput of all iterations with the same number of replicas."""
+    """Throughput of the iterations that ran with a certain number of replicas."""
 
     replicas: int
     iterations: int
@@ -176,8 +177,8 @@ class Level:
 def levels(steps: Sequence[StepRecord]) -> list[Level]:
     """Return the throughput for each number of replicas, the largest number first.
 
-    Iterations in which the number changed are left out, because their time includes a recovery.  The first iteration,
-    a warm-up, is left out unless it is the only one.
+    Iterations in which the epoch or the number changed are left out, because their time includes a recovery.  The first
+    iteration is left out as a warm-up, unless it is the only one.
     """
     rate = dict(rates(steps))
     groups: dict[int, list[StepRecord]] = {}

@@ -1,7 +1,7 @@
 """``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: the status of a running job, from its coordinator.
 
 Exit status: 0, also if the run has already ended; 1 if no coordinator answers; 2 for a wrong address or secret.
-With ``--check``, the exit status is a ``headline.Level`` (as of monitoring plugins); with ``drain``, a ``DrainExit``.
+With ``--check``, the exit status is a ``headline.Level``, as Nagios plugins use; with ``drain``, a ``DrainExit``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABL
 EXIT_NOBODY = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of an interrupted ``drain``, whose code 0 means that the node may be switched off."""
+"""Exit code of an interrupted ``drain``; it must not be 0, which means that the node may be switched off."""
 PATIENCE_SECONDS = 30.0
-"""Seconds without any answer after which a live view or ``drain`` gives up; an election would be over by then."""
+"""Seconds without an answer after which a live view or ``drain`` ends with an error; longer than an election takes."""
 SHORTEST_INTERVAL = 0.5
-"""Smallest ``--interval``, in seconds: a coordinator refuses an observer that asks more often."""
+"""Smallest ``--interval``, in seconds, since a coordinator refuses more frequent requests of an observer."""
 PAUSE_SECONDS = 0.5
 """Seconds between two requests of ``drain``."""
 
@@ -44,7 +44,7 @@ class DrainExit(IntEnum):
     DRAINED = 0
     """The node may be switched off."""
     REFUSED = 3
-    """The drain is refused, and nothing has changed; if NODE is a host, some nodes of the host may be drained."""
+    """The drain was refused, and the node's workers stay; if NODE is a host, its other nodes may be drained."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    if sys.stdout is None:  # started with stdout closed (>&-): the exit code is the only result
+    if sys.stdout is None:  # the shell has closed stdout (>&-): only the exit code is of use
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.drain and (len(args.drain) != 2 or args.drain[0] != "drain" or not args.drain[1]):
         parser.error(f"{' '.join(args.drain)}: the only command is: drain NODE")
     if args.drain and (args.once or args.watch or args.check or args.json or args.coordinators):
-        parser.error("drain NODE shows its own progress: it takes no option for a view")
+        parser.error("drain NODE shows its progress, and takes no option for a view, such as --once")
     if args.addresses is None:
         parser.error(f"give the coordinator's HOST:PORT, or set {COORDINATOR_VARIABLE}")
     if args.coordinators:
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         code = _show(source, args)
-        sys.stdout.flush()  # here, where an OSError is handled
+        sys.stdout.flush()  # inside this ``try``, which handles an OSError
         return code
     except AuthenticationError as error:
         message = f"{error}; set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} to the secret of the run"
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _print_no_more()
         return EXIT_NOBODY if args.drain else 0
-    except OSError as error:  # from a file of the folder, or from the output
+    except OSError as error:  # reading a log file, or writing the output, failed
         _print_no_more()
         return _refuse(str(error), Level.UNKNOWN if args.check else EXIT_NOBODY)
     finally:
@@ -160,20 +160,23 @@ def _show(source: Source, args: argparse.Namespace) -> int:
 
         show_once(source.look())
     else:
-        from recover_megatron.status.screen import follow  # rich takes its time to import
+        from recover_megatron.status.screen import follow  # imported only here, because the import of rich takes long
 
         follow(source, args.interval, PATIENCE_SECONDS)
     return 0
 
 
 def _print_no_more() -> None:
-    """Redirect stdout to /dev/null, because a flush of its buffer would fail again when the interpreter exits."""
-    with contextlib.suppress(OSError):  # stdout has no file descriptor
+    """Redirect stdout to /dev/null after a failed write, so that the interpreter's last flush does not fail, too."""
+    with contextlib.suppress(OSError):  # stdout may have no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(reason: str, code: int, *, check: bool = False) -> int:
-    """Print why there is nothing to show; return the exit status.  ``check``: as monitoring plugins do."""
+    """Print ``reason`` as an error; return the exit status ``code``.
+
+    ``check``: print it to stdout instead, and return ``Level.UNKNOWN``, as monitoring expects.
+    """
     if check:
         print(f"UNKNOWN: {reason}")
         return Level.UNKNOWN
@@ -182,24 +185,24 @@ def _refuse(reason: str, code: int, *, check: bool = False) -> int:
 
 
 def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, say: Callable[[str], None]) -> DrainExit:
-    """Ask to drain ``node`` (or all nodes of a host of that name), and report progress until the outcome is known.
+    """Ask to drain ``node`` (a node, or a host with all its nodes), and report progress until the outcome is known.
 
     ask -> asked, moving: a line for each change -> drained: the node may be switched off
-                                               |--> refused: the reason; if ``node`` is a host, also by node
+                                               |--> refused: the reason; for a host, also its drained nodes
                                                '--> the run ends: the node may be switched off, too
 
-    If a coordinator is lost before the run's members know the request, the next coordinator does not list the node,
-    so the request is sent again.  Ctrl-C ends the command but does not withdraw the request.
+    The request is sent again until the status lists the node, since a new coordinator may not know an earlier request.
+    Ctrl-C ends the command but does not withdraw the request.
 
-    ``look(name)`` asks to drain ``name``, unless it is None, and returns the status.  Raises ``NoAnswer`` or
-    ``AuthenticationError`` if no coordinator answers for ``patience`` seconds, ``AuthenticationError`` also if the
-    secret is refused before the first answer, and any other exception of ``look``.
+    ``look(name)`` asks to drain ``name`` and returns the status; ``look(None)`` only returns the status.  Raises
+    ``NoAnswer`` or ``AuthenticationError`` if no coordinator answers for ``patience`` seconds, ``AuthenticationError``
+    also if the secret is refused before the first answer, and any other exception of ``look``.
     """
     last, silent_since, known, answered = "", None, False, False
     while True:
         try:
             status = look(None if known else node)
-        except (NoAnswer, AuthenticationError) as error:  # after the first answer, the secret is known to be right
+        except (NoAnswer, AuthenticationError) as error:  # a refusal after an answer comes from an exiting coordinator
             silent_since = silent_since or time.monotonic()
             refused = isinstance(error, AuthenticationError) and not answered
             if refused or time.monotonic() - silent_since > patience:
@@ -221,7 +224,10 @@ def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, s
 
 
 def _progress(node: str, rows: list[DrainStatus]) -> tuple[str, DrainExit | None]:
-    """Return the message about ``node``, and the exit code; None while the drain is under way."""
+    """Return a message about the drain of ``node``, and the exit code, which is None while the drain is under way.
+
+    ``rows``: status of each node to which the name ``node`` applies.
+    """
     if not rows:
         return "", None
     running = [row for row in rows if row.state in ("asked", "moving")]

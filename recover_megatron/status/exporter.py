@@ -1,15 +1,16 @@
 """Process that exports a run's status to Prometheus or a node-exporter textfile, and its events to a user's command.
 
-recover-run starts this process next to the coordinator if a flag asks for any of these exports, and notifies it through
-a pipe when the launch ends. The process asks the coordinator as an observer and reads the log folder, so it never
-delays the training.
+recover-run starts this process next to the coordinator if a flag asks for one of these exports, and notifies it through
+a pipe when the launch ends. The process is an observer of the coordinator and reads the log folder, so it never delays
+the training.
 
-    every ``INTERVAL``:  look, read --> registry (served by HTTP), textfile (replaced), events (to the command)
-    data in the pipe:    one last export, then exit; signals are ignored, because they may be meant for the workers
+    every ``INTERVAL`` seconds  get the status and new events; serve metrics, write the textfile, call the command
+    data in the pipe            export a last time, then exit
 
-The command runs once for each event, and gets the event as a JSON object on stdin.  After ``SECONDS`` the command is
-killed with its process group.  While ``MOST`` events wait, further events are dropped; a log line reports this once,
-and again only after the queue was empty.  A fault of the command is logged again only after a success or another fault.
+The process ignores signals, since they may be meant for the workers.  The command runs once for each event, and gets
+the event as a JSON object on stdin.  After ``SECONDS`` the command is killed with its process group.  While ``MOST``
+events are queued, further events are dropped; this is logged once until the queue is empty again.  A fault of the
+command is logged unless it equals the fault of the previous call.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ INTERVAL = 2.0
 ANSWER_SECONDS = 2.0
 SECONDS = 30.0
 LAST_SECONDS = 3.0
-"""Seconds that the command may take for the remaining events after the launch has ended."""
+"""Seconds for which the exporter waits after the end of the launch until the command has received all events."""
 MOST = 1000
 UNTOLD = (
     "commit", "attached", "join", "spawned", "witness", "complaint", "listening", "unproved_closed",
 )  # fmt: skip
-"""Events that the command does not get, because they occur in every run or every second."""
+"""Events for which the command is not called, since they occur in every run or very often."""
 
 
 class EventHook:
-    """Runner of the user's command.  ``say`` logs faults; several threads call it."""
+    """Calls the user's command for queued events, in a thread.  ``say`` logs a fault; several threads call it."""
 
     def __init__(self, command: str, say: Callable[[str], None], seconds: float = SECONDS) -> None:
-        """``command``: words as a shell would split them; no shell runs them.  Raises ValueError if it has no words."""
+        """``command``: split into words like a shell command, but run without a shell.  Raises ValueError if empty."""
         self._words = shlex.split(command)
         if not self._words:
-            raise ValueError("--recover-on-event names no command")
+            raise ValueError("--recover-on-event is empty: give a command")
         self._say = say
         self._seconds = seconds
         self._events: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST)
@@ -71,7 +72,7 @@ class EventHook:
         self._thread.start()
 
     def put(self, event: Mapping[str, Any]) -> None:
-        """Queue ``event`` for the command; return at once."""
+        """Queue ``event`` for the command; return without waiting."""
         if self._events.empty():
             self._full = False
         try:
@@ -79,12 +80,12 @@ class EventHook:
         except queue.Full:
             if not self._full:
                 self._say(
-                    f"--recover-on-event: {MOST} events wait in the queue: further ones are dropped while it is full"
+                    f"--recover-on-event: {MOST} events wait in the queue; new events are dropped while it is full"
                 )
             self._full = True
 
     def close(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the command has handled the queued events; ``put`` must not follow."""
+        """Wait at most ``seconds`` until the command was called for all queued events.  ``put`` must not follow."""
         with suppress(queue.Full):
             self._events.put_nowait(None)
         self._thread.join(seconds)
@@ -149,7 +150,7 @@ class Exporter:
                 log.warning(f"--recover-metrics {where}:{port}: no metrics are served ({error.strerror or error})")
 
     def look(self, *, last: bool = False) -> None:
-        """Export the status once.  ``last``: the launch has ended, so perhaps no coordinator answers any more."""
+        """Export the status once.  ``last``: the launch has ended, so read its end from the log folder or the pipe."""
         status = self._status(last)
         self._history.read()
         if status is not None:
@@ -168,7 +169,7 @@ class Exporter:
 
     def _status(self, last: bool) -> RunStatus | None:
         if self._over is not None:
-            return self._over  # a candidate that never led may still answer, without knowing of the end
+            return self._over  # a candidate that never led may still answer with an older state
         if last and (over := ending(self._folder) or self._launcher_end()) is not None:
             self._over = over
             return over
@@ -180,7 +181,7 @@ class Exporter:
         return status
 
     def _launcher_end(self) -> RunStatus | None:
-        """Return the end of the launch, if the launcher caused it and reported it on the pipe; else None."""
+        """Return the end of the launch that the launcher has reported on the pipe; None if it has reported none."""
         how = json.loads(os.read(self._end_fd, 1 << 16) or "null")
         return how and RunStatus(str(self._folder), "stopped", code=how["code"], reason=how["reason"])
 
@@ -192,8 +193,8 @@ class Exporter:
         draft = Path(f"{self._textfile}.{os.getpid()}")
         try:
             draft.write_bytes(generate_latest(self._registry))
-            with suppress(OSError):  # the file system has no modes
-                draft.chmod(0o644)  # whatever the umask, because node-exporter runs as another user
+            with suppress(OSError):  # some file systems have no modes
+                draft.chmod(0o644)  # node-exporter, which runs as another user, must be able to read the file
             draft.replace(self._textfile)
         except OSError as error:
             with suppress(OSError):
@@ -225,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--textfile", type=Path)
     parser.add_argument("--on-event", default="")
     parser.add_argument("--end-fd", type=int, required=True, help="pipe on which the launcher reports the end")
-    for number in _SENT_TO_ALL:  # no SIG_IGN, which the user's command would inherit
+    for number in _SENT_TO_ALL:  # a handler instead of SIG_IGN, which the user's command would inherit
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     args = parser.parse_args(argv)
@@ -239,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals to ignore: SLURM, for example, sends them to every process of a step; the launcher decides when to stop."""
+"""Signals to ignore: SLURM, for example, sends them to all processes.  The launcher reports its end on the pipe."""
 
 
 if __name__ == "__main__":

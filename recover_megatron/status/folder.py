@@ -1,10 +1,10 @@
 """Reader of a log folder: coordinator addresses, end and training progress of the last launch into the folder.
 
-Each launch first writes to ``events-<n>.jsonl`` the address at which candidate n listens. The file of the candidate
-that led ends with the end of the run.  Files of candidates that joined an earlier run in this folder are ignored.
-``launch.lock`` records how the launcher ended: until the training begins no candidate leads, so none records an end.
+``events-<n>.jsonl``  events of candidate n: first the address at which it listens; last, if it led, the run's end.
+                      A file is ignored if its candidate joined only an earlier run in this folder.
+``launch.lock``       how the launcher ended; needed if the launch ends before a candidate leads
 
-``History`` reads what was appended since its last reading, and a line only once the line is complete.
+``History`` reads the complete lines that were appended since its last call.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ SIGNALLED = 128
 
 
 def candidates(folder: Path) -> str:
-    """Return the candidates of the last launch into ``folder``, as HOST:PORT,...; raise ValueError without a launch."""
+    """Return the candidates' addresses of the last launch into ``folder``: HOST:PORT,...
+
+    Raises ValueError if the folder has no launch.
+    """
     listening = [launch[0]["address"] for launch in _launches(folder) if "address" in launch[0]]
     if not listening:
-        raise ValueError(f"{folder} has no events-<n>.jsonl of a coordinator: was it the --log-dir of a launch here?")
+        raise ValueError(f"{folder} has no events-<n>.jsonl of a coordinator: give the --log-dir of a launch")
     return ",".join(listening)
 
 
 def secret_file(folder: Path) -> Path | None:
-    """Return the file with the secret that the last launch generated, if any; a launch removes an older such file."""
+    """Return the file with the last launch's secret; None if the launch generated no secret."""
     path = folder / SECRET_FILE
     return path if path.exists() else None
 
 
 def ending(folder: Path) -> RunStatus | None:
-    """Return the end of the last launch into ``folder``; None if no end is recorded: it still runs, or was killed."""
+    """Return the end of the last launch into ``folder``; None if the launch still runs, or was killed."""
     launches = _launches(folder)
     stops = [(record, launch) for launch in launches for record in launch if record["event"] == "stop"]
     if not stops:
         return _launcher_ended(folder)
-    # If a partition stopped one of two sides, the end of the other side is the end of the run.
+    # If a partition stopped one side of the run, the run continued on the other side: prefer that side's end.
     stop, launch = max(
         stops, key=lambda stopped: (stopped[0].get("code") != EXIT_LOST_MAJORITY, stopped[0].get("time", 0.0))
     )
@@ -61,9 +64,9 @@ def ending(folder: Path) -> RunStatus | None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether the last launch into ``folder`` has recorded a plan or, if a full disk prevented that, a step.
+    """Return whether the last launch into ``folder`` has recorded a plan, or has written to steps.jsonl.
 
-    Until a launch's first iteration, steps.jsonl and events.jsonl may still be files of an earlier launch.
+    If not, steps.jsonl and events.jsonl may still be files of an earlier launch.
     """
     launches = _launches(folder)
     if any(record["event"] == "plan" for launch in launches for record in launch):
@@ -84,14 +87,18 @@ def last_written(folder: Path) -> str:
 
 
 def may_go_on(folder: Path) -> bool:
-    """Return whether the run may continue although a candidate recorded an end: if the end is only of one side of a
-    partition, and another candidate has recorded no end."""
+    """Return whether the run may continue although a candidate has recorded an end.
+
+    The run may continue if that end is of one side of a partition (exit code 11), and another candidate has no end."""
     ends = [next((r["code"] for r in launch if r["event"] == "stop"), None) for launch in _launches(folder)]
     return set(ends) == {None, EXIT_LOST_MAJORITY}
 
 
 def _launcher_ended(folder: Path) -> RunStatus | None:
-    """Return the end that a one-node run's launcher recorded; None with more nodes, whose launchers may continue."""
+    """Return the end that the launcher recorded in ``launch.lock``; None if it still runs, or the run has more nodes.
+
+    In a run of several nodes, the launchers of the other nodes may continue.
+    """
     try:
         claim = json.loads((folder / CLAIM_FILE).read_bytes())
         if not claim["ended"] or claim["nnodes"] != 1 or not isinstance(claim["code"], int):
@@ -109,12 +116,12 @@ def _ended(folder: Path, how: Mapping[str, Any], **fields: Any) -> RunStatus:
 
 
 def _details(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``RunStatus`` about an ended launch; ``stop``: the record of the end."""
+    """Return fields of ``RunStatus`` for an ended launch, from a candidate's records; ``stop``: record of the end."""
     last: dict[str, Mapping[str, Any]] = {record["event"]: record for record in launch}
     workers = {record["worker"] for record in launch if record["event"] == "attached" and "worker" in record}
     gone: dict[int, Gone] = {}
     stopping = [record.get("time", 0.0) for record in launch if record["event"] == "stopping"]
-    # A worker's end and the launcher's report arrive on two connections, so either may be recorded first.
+    # A worker's end and the launcher's ``stopping`` arrive on two connections, and may be recorded in either order.
     since = min(stopping, default=math.inf) - STOPPING_SECONDS if stop.get("code", 0) > SIGNALLED else math.inf
     errors: dict[int, str] = {}  # worker id -> exception that ended the worker
     for record in launch:
@@ -125,7 +132,7 @@ def _details(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> di
             why = errors.get(record["worker"], "") + why
             fate = "stopped" if record.get("time", 0.0) >= since + STOPPING_SECONDS * (kind != "dead") else kind
             evicted = gone.get(record["worker"])
-            if evicted is None or evicted.fate != "out":  # skip the death of an evicted worker
+            if evicted is None or evicted.fate != "out":  # an evicted worker's later death is not another loss
                 gone[record["worker"]] = Gone(record["worker"], fate, host, why, _age(record.get("time", 0.0)))
     return {
         "epoch": last.get("plan", {}).get("epoch", 0),
@@ -142,7 +149,7 @@ def _age(unix_seconds: float) -> float:
 
 
 def _last_iteration(folder: Path) -> int:
-    """Return the newest committed iteration; 0 if none is known, or the last launch has committed none."""
+    """Return the newest committed iteration; 0 if the last launch has not begun, or no iteration is recorded."""
     if not has_begun(folder):
         return 0
     try:
@@ -153,15 +160,15 @@ def _last_iteration(folder: Path) -> int:
 
 
 def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
-    """Return, for each candidate in the order of the numbers, the records of the candidate's last launch."""
+    """Return a list for each candidate, by number: the events that it recorded in its last launch."""
     numbers = [path.stem.removeprefix("events-") for path in folder.glob(COORDINATOR_FILES)]
     launches: list[list[Mapping[str, Any]]] = []
-    begun = math.inf  # when the last launch began
+    begun = math.inf  # start of the last launch, unix seconds
     for number in sorted(int(number) for number in numbers if number.isdecimal()):
         path = folder / f"events-{number}.jsonl"
         launch: list[Mapping[str, Any]] = []
         for line in path.read_bytes().split(b"\n"):
-            record = line_object(line)  # None: the line is corrupt or incomplete
+            record = line_object(line)  # None for a damaged or incomplete line
             if record is not None and "event" in record:
                 if record["event"] == "listening":
                     launch = []
@@ -171,21 +178,21 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
         if number < FIRST_JOINED:
             begun = min(begun, launch[0].get("time", 0.0))
         elif begun < math.inf and launch[-1].get("time", 0.0) < begun:
-            continue  # the file is of an earlier run
+            continue  # this candidate joined an earlier run
         launches.append(launch)
     return launches
 
 
 REPEATED = ("lead", "plan")
-"""Events that a coordinator writes again into a file that was emptied or recreated."""
+"""Events that a coordinator writes a second time if its file was truncated or replaced."""
 RECENT = 20
-"""Number of last iterations over which the pace is averaged."""
+"""Number of iterations, the last ones, over which iteration time and throughput are averaged."""
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RecentStep:
-    """Committed iteration, without the lists of its microbatches."""
+    """Values of a committed iteration, from its line in steps.jsonl."""
 
     iteration: int
     loss: float | None
@@ -195,42 +202,42 @@ class RecentStep:
 
 
 class History:
-    """Training of the last launch into a folder: its pace, losses, checkpoints, recoveries, goodput."""
+    """Progress of the training of the last launch into a folder: speed, losses, checkpoints, recoveries, goodput."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._steps, self._events = Lines(folder / STEPS_FILE), Lines(folder / EVENTS_FILE)
         self._coordinators: dict[Path, Lines] = {}
         self._last_of: dict[tuple[Path, str], Record] = {}
-        """(Coordinator's file, kind of event) -> last such event."""
+        """(coordinator's file, event name) -> last event of this name."""
         self.start: Record | None = None
-        """Last event ``start`` of the training; None: not yet."""
+        """Last event ``start`` of the training; None if there is none yet."""
         self._forget_steps()
         self._forget_events()
         self.news: list[Record] = []
-        """Events of workers and coordinators that the last ``read`` found, each with the name of its ``file``."""
+        """Events of workers and coordinators that the last ``read`` found; field ``file``: name of the event's file."""
         self.last_time = 0.0
         """Time of the newest event, in unix seconds; in an ended run, the time of the end."""
         self._steps_written = 0.0  # modification time of steps.jsonl, unix seconds
-        self._step_time: float | None = None  # time of the last step, by its writer's clock
-        self._event_time = 0.0  # time of the training's newest event, by its writer's clock
+        self._step_time: float | None = None  # unix seconds of the last step, by the clock of the worker's host
+        self._event_time = 0.0  # unix seconds of the newest event in events.jsonl, by the clock of the worker's host
 
     def _forget_steps(self) -> None:
         self.recent: deque[RecentStep] = deque(maxlen=RECENT + 1)
-        self._first: int | None = None  # first iteration in the file
-        self._worked: dict[int, float] = {}  # number of replicas -> seconds of this launch's steps with it
+        self._first: int | None = None  # first iteration in steps.jsonl
+        self._worked: dict[int, float] = {}  # number of replicas -> seconds of this launch's steps with that number
 
     def _forget_events(self) -> None:
         self.recovered: list[tuple[float, Sequence[int]]] = []
-        """Survived losses of replicas: (monotonic time at which this reader found the loss, lost workers)."""
+        """Losses of replicas that the run survived: (monotonic time when the event was read, ids of lost workers)."""
         self.rerun = 0
         self.phases: list[tuple[str, float]] = []
-        """(phase, seconds) of every recovery."""
+        """(phase, seconds) for each phase of every recovery."""
         self._recovering = 0.0
         self._saved: Record | None = None
 
     def begin(self) -> None:
-        """Begin a launch: skip the present contents of the folder, which are of earlier launches."""
+        """Skip the present contents of the folder, which are of earlier launches.  Call it when a launch begins."""
         self.read()
         self.news, self.start = [], None
         self._forget_steps()
@@ -254,7 +261,7 @@ class History:
 
     def _take_event(self, event: Record) -> None:
         if event == self.start:
-            return  # written again, into a file that was emptied or recreated
+            return  # a worker writes this event a second time if the file was truncated or replaced
         self._event_time = max(self._event_time, _number(event.get("time")) or 0.0)
         self._note(event, self._folder / EVENTS_FILE)
         match event.get("event"):
@@ -293,16 +300,18 @@ class History:
         self.last_time = max(self.last_time, _number(event.get("time")) or 0.0)
 
     def now(self, age: float | None) -> float:
-        """Return the present time by the workers' clock, in unix seconds: ``age`` seconds after their last report.
+        """Return the present time by the workers' clock, in unix seconds.
 
-        If the steps have no time (older versions wrote none), return the local time, which may differ by hours.
+        It is ``age`` seconds after the newest step or event.  If the steps have no time (written by an older version),
+        return the time by this host's clock, which may differ by hours.
         """
         return time.time() if self._step_time is None else max(self._step_time, self._event_time) + (age or 0.0)
 
     def training(self, now: float, end: float | None = None) -> Training | None:
-        """Return the progress, its ages at ``now`` and its goodput until ``end`` (default: ``now``), both unix seconds.
+        """Return the progress of the training; None if no iteration of this launch is known.
 
-        None: no iteration of this launch is known.
+        ``now``: time from which ages are computed; ``end``: time until which goodput is computed (default: ``now``);
+        both in unix seconds.
         """
         if not self.recent:
             return None
@@ -310,7 +319,7 @@ class History:
         if last.iteration >= start.get("iteration", 0) and (
             self._steps_written if self._step_time is None else self._step_time
         ) < start.get("time", 0.0):
-            return None  # the steps are of an earlier launch; this launch's first iteration will start the file again
+            return None  # the steps are of an earlier launch, until this launch's first step starts a new file
         pace = [step.seconds for step in list(self.recent)[1:]]
         samples = last.consumed_samples - self.recent[0].consumed_samples
         rate = samples / sum(pace) if pace and sum(pace) > 0 else None
@@ -334,7 +343,10 @@ class History:
         )
 
     def goodput(self, now: float) -> float | None:
-        """Return ``Training.goodput``; recoveries are no work.  None if the start or a step after it is unknown."""
+        """Return ``Training.goodput`` until ``now``; the time of recoveries does not count as work.
+
+        None if the launch's start is unknown, or steps since then are missing in steps.jsonl.
+        """
         if self.start is None or now <= self.start["time"] or not self.start.get("replicas"):
             return None
         if self._first is None or self._first > self.start.get("iteration", self._first):
@@ -345,7 +357,7 @@ class History:
 
 
 def worker_processes(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return worker id -> entry of workers.json; empty if the file is missing or invalid."""
+    """Return worker id -> the worker's entry in workers.json; empty if the file is missing or invalid."""
     try:
         entries = json.loads((folder / "workers.json").read_bytes())
         return {int(entry["worker_id"]): entry for entry in entries}

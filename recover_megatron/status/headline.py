@@ -1,14 +1,14 @@
 """State of a run in one word, for users, monitoring (``recover-status --check``) and metrics; pure.
 
-STARTING     no plan has been made yet                                 warning
-HEALTHY      as many replicas as at launch, or more                    ok
-DEGRADED     fewer replicas than at launch; names both numbers         warning
-             (numbers of workers, if plans name no replicas)
-             (HEALTHY, DEGRADED: also workers set aside, nodes drained)
-RECOVERING   an epoch is being formed, or no coordinator leads         warning
-STALLED      waits for workers that make no progress                   critical
-ENDED        with exit code 0                                          ok
-ENDED        with another exit code                                    critical
+STARTING     the first epoch is being formed                           warning
+HEALTHY      at least as many replicas as at launch                    ok
+DEGRADED     fewer replicas than at launch                             warning
+RECOVERING   a later epoch is being formed, or no coordinator leads    warning
+STALLED      the run waits for workers that make no progress           critical
+ENDED        the run has ended with exit code 0                        ok
+ENDED        the run has ended with another exit code                  critical
+
+HEALTHY and DEGRADED compare numbers of workers if the plans name no replicas.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from recover_megatron.membership.records import ranges
 from recover_megatron.status.model import RunStatus, WorkerStatus, of_launch
 
 HELD_UP_SECONDS = 20.0
-"""Seconds without progress, at least ``HELD_UP_ITERATIONS``, after which a worker for which others wait is stalled."""
+"""Seconds without progress after which a worker counts as stalled, if other workers wait for it."""
 HELD_UP_ITERATIONS = 5
-"""Number of iterations, by their mean time, that ``HELD_UP_SECONDS`` must not be shorter than."""
+"""If this number of iterations takes longer than ``HELD_UP_SECONDS``, their time is the limit instead."""
 QUIET_SECONDS = 3.0
-"""Seconds without a message after which a worker counts as silent: a heartbeat per second is usual."""
+"""Seconds without a message after which a worker counts as silent; usually a worker sends a heartbeat every second."""
 DESCRIBED = 3
-"""Most awaited workers that are described one by one; of more, only the ids are listed."""
+"""Largest number of awaited workers that are described with host and phase; of more workers, only ids are listed."""
 WRITES = ("checkpoint", "rollback")
 """Phases that may take long, so that a worker in such a phase is not stalled."""
 
 
 class Level(IntEnum):
-    """Exit codes of ``--check``, as in Nagios and compatible monitoring."""
+    """Exit codes of ``--check``, as defined by Nagios."""
 
     OK = 0
     WARNING = 1
@@ -43,7 +43,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Headline:
-    """Headline of a run.  ``word`` is one of the words above; ``text`` begins with it."""
+    """State of a run: ``word`` is a word from the module's table, and ``text`` a sentence that begins with it."""
 
     word: str
     text: str
@@ -74,7 +74,7 @@ def headline(status: RunStatus) -> Headline:
 
 
 def _by_workers(status: RunStatus) -> Headline:
-    """Headline of a run whose plans name no replicas (library API): a worker that left in order is not missing."""
+    """Return the headline of a run whose plans name no replicas (the library's API): it compares numbers of workers."""
     left = sum(gone.fate == "left" for gone in status.gone)
     if status.live + left < (of := status.workers_of_launch or 0):
         return Headline("DEGRADED", f"DEGRADED {status.live}/{of} workers", Level.WARNING)
@@ -82,7 +82,7 @@ def _by_workers(status: RunStatus) -> Headline:
 
 
 def _passing(status: RunStatus) -> str:
-    """Return a text that names the workers set aside and the nodes being drained, which are no losses."""
+    """Return a text that names the workers that are set aside and the nodes that are being drained."""
     aside = [f"worker{'s' * (len(status.aside) > 1)} {some(status.aside)} set aside"] if status.aside else []
     nodes = status.draining
     drains = [f"node{'s' * (len(nodes) > 1)} {some(nodes)} being drained"] if nodes else []
@@ -90,7 +90,10 @@ def _passing(status: RunStatus) -> str:
 
 
 def held_up_by(status: RunStatus) -> WorkerStatus | None:
-    """Return the worker for which other workers have waited too long (the latest of several), or None."""
+    """Return the worker for which other workers have waited too long; of several, the one without progress longest.
+
+    None if there is no such worker.
+    """
     placed = status.placed
     usual = status.training.seconds_per_iteration if status.training is not None else None
     limit = max(HELD_UP_SECONDS, HELD_UP_ITERATIONS * (usual or 0.0))
@@ -101,7 +104,7 @@ def held_up_by(status: RunStatus) -> WorkerStatus | None:
 
 
 def span(seconds: float | None) -> str:
-    """Format a time span in a few characters; empty for None."""
+    """Return ``seconds`` as a short text such as "12 s" or "3 min"; empty for None."""
     if seconds is None:
         return ""
     if seconds < 10:
@@ -121,7 +124,7 @@ def _stalled(text: str) -> Headline:
 
 
 def _between(status: RunStatus) -> Headline:
-    """Headline of a start or a recovery: its duration, and the connected and the awaited workers."""
+    """Return the headline of a run that starts or recovers: since when, and for which workers it waits."""
     word = "RECOVERING" if status.epoch else "STARTING"
     absent = [worker for worker in status.workers if worker.silence is None]
     come = f"{status.attached or 'none'} of {status.live} workers are connected"
@@ -147,7 +150,7 @@ def _between(status: RunStatus) -> Headline:
 
 
 def _named(workers: Sequence[WorkerStatus]) -> str:
-    """Return ``workers`` as text; at most ``DESCRIBED`` workers are named with host and last phase."""
+    """Return ``workers`` as text, with host and phase of each; for more than ``DESCRIBED`` workers, only the ids."""
     if len(workers) > DESCRIBED:
         return f"workers {ranges([worker.worker for worker in workers])}"
     return ", ".join(map(_described, workers))

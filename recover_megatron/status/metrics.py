@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus: families of ``prometheus_client``, from the data that ``recover-status`` shows.
 
-docs/reference/metrics.md lists them; names and labels are part of the interface.  Every sample has the label ``run``,
-because one node may report several runs: in textfiles that are read together, or one after the other at the same port.
+docs/reference/metrics.md lists the metrics; their names and labels are part of the interface.  Every sample has the
+label ``run``, since a node may report several runs, in several textfiles or, one after the other, at the same port.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from recover_megatron.status.model import CAUSES, RunStatus
 
 STATES = ("STARTING", "HEALTHY", "DEGRADED", "RECOVERING", "STALLED", "ENDED")
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Upper bounds, in seconds, of the histogram of recoveries."""
+"""Upper bounds, in seconds, of the buckets of the recovery-time histogram."""
 UNNAMED = "ended"
-"""Cause that is reported for a loss whose real cause is not known (yet)."""
+"""Cause that is reported for the loss of a worker if the real cause is unknown."""
 ASIDE = "aside"
-"""Cause of a recovery after a worker was set aside: the worker lives, and may come back."""
+"""Cause of a recovery after workers were set aside, which live and may come back."""
 NAMED_SECONDS = 10.0
-"""Seconds after a worker's connection fails within which the launcher reports how the worker ended."""
+"""Seconds to wait for the launcher's report of how a worker ended, after the worker's connection has failed."""
 
 
 class RunCollector(Collector):
-    """Collector of metrics from the last status that ``put`` received.  ``run``: the label of every sample."""
+    """Collector of the metrics of the last status passed to ``put``.  ``run``: value of the label ``run``."""
 
     def __init__(self, history: History, run: str) -> None:
         self._history = history
         self._run = run
         self._status: RunStatus | None = None
         self._answers = False
-        # Once counted, a cause never changes, so that no counter ever decreases.
+        # A cause does not change after it was counted, because a counter must not decrease.
         self._causes: dict[int, str] = {}
-        """Lost worker -> cause."""
+        """Lost worker's id -> cause."""
         self._recovered: list[str] = []
-        """Cause of each recovery."""
+        """Cause of each recovery, in the order of ``History.recovered``."""
 
     def registry(self) -> CollectorRegistry:
-        """Return a registry without the process metrics that prometheus_client adds."""
+        """Return a registry with only this collector, without prometheus_client's own metrics of the process."""
         registry = CollectorRegistry()
         registry.register(self)
         return registry
 
     def put(self, status: RunStatus | None) -> None:
-        """Set the status; None: no coordinator answers, and the last status stays."""
+        """Set the status to export.  None if no coordinator answers: the last status is exported again."""
         self._answers = status is not None
         self._status = status or self._status
         if status is not None:
@@ -68,7 +68,10 @@ class RunCollector(Collector):
             self._recovered.append(cause)
 
     def _cause(self, at: float, lost: Sequence[int]) -> str | None:
-        """Return the cause of a loss of the workers ``lost``, found at monotonic time ``at``; None: not known yet."""
+        """Return the cause of a recovery from the loss of the workers ``lost``; None if it is not known yet.
+
+        ``at``: monotonic time at which the loss was read from the events.
+        """
         if found := {self._causes[worker] for worker in lost if worker in self._causes}:
             return min(found, key=CAUSES.index)
         if self._status is not None and set(self._status.aside) & set(lost):
@@ -100,7 +103,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     silences = [worker.silence for worker in [*status.placed, *status.spares] if worker.silence is not None]
     training = status.training
     running, launched = len(status.grid), status.replicas_of_launch
-    if launched is None and status.epoch and status.workers_of_launch is not None:  # a run of the library
+    if launched is None and status.epoch and status.workers_of_launch is not None:  # the library's API
         left = sum(gone.fate == "left" for gone in status.gone)
         running, launched = status.live, status.workers_of_launch - left
     rows: list[tuple[str, str, float | None]] = [
@@ -140,7 +143,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
 
 
 def _by_cause(name: str, text: str, causes: Iterable[str], counted: Iterable[str]) -> Metric:
-    """Return a count for every cause, 0 too: if a counter first appears with 1, Prometheus sees no increase."""
+    """Return a counter with a value for every cause, also 0: Prometheus ignores an increase to a first value."""
     counts = Counter(counted)
     family = CounterMetricFamily(name, text, labels=["cause"])
     for cause in causes:
@@ -160,7 +163,7 @@ def _of_history(history: History) -> Iterator[Metric]:
 
 
 def _buckets(times: Sequence[float]) -> list[tuple[str, float]]:
-    """Return cumulative counts, as Prometheus expects."""
+    """Return (upper bound, number of times up to this bound) for each of ``BUCKETS``, as Prometheus expects."""
     counts = [0] * (len(BUCKETS) + 1)
     for seconds in times:
         counts[bisect_left(BUCKETS, seconds)] += 1

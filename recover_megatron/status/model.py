@@ -2,11 +2,11 @@
 
     RunStatus:  grid       complete replicas, each with its workers by position
                 spares     live workers without a place in a complete replica
-                unplaced   live workers whose place is not known (yet)
-                gone       workers that are dead, evicted or have left, with reason and age
+                unplaced   live workers that have reported no place yet
+                gone       workers that are dead, evicted, set aside or have left, with the reason
 
-``read`` builds a ``RunStatus`` from the coordinator's answer, which ``wire`` has checked; ``with_files`` adds data of
-the log folder.
+``read`` creates a ``RunStatus`` from the coordinator's answer, whose types ``membership.wire`` has checked.
+``with_files`` adds data from the log folder.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 Raw = Mapping[str, Any]
 """A JSON object."""
 SCHEMA = 2
-"""Schema of ``--json``: increased when a field changes its meaning or is removed; fields may be added at any time."""
+"""Version of the JSON of ``--json``; increased when a field is removed or gets another meaning."""
 
 CAUSES = ("killed", "exit", "hang", "silent", "unreachable", "ended")
-"""Causes of a worker's loss; if several apply, the first in this order is reported."""
+"""Causes of a worker's loss.  If workers of a recovery have different causes, the first in this order is reported."""
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Live worker.  Unknown values are None."""
+    """State of a live worker.  Unknown values are None."""
 
     worker: int
     host: str
@@ -72,7 +72,7 @@ class Gone:
     why: str
     ago: float | None
     exit: str = ""
-    """End of the worker's process, as its launcher saw it: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
+    """End of the worker's process, from its launcher: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
     phase: str = ""
     """Phase that the worker last reported."""
     iteration: int | None = None
@@ -109,15 +109,15 @@ class RecoveryStatus:
 
 @dataclass(frozen=True)
 class Stall:
-    """State of a run that waits for late workers: too many to continue without them, or workers waiting for storage."""
+    """Wait of the run for late workers, which are not evicted: too many are late, or they may wait for storage."""
 
     seconds: float
     """Seconds since the wait began."""
     left: float | None
-    """Seconds for which the run will still wait; None: without limit."""
+    """Seconds until the run evicts the workers; None: it waits without limit."""
     workers: Sequence[int]
     where: Sequence[str]
-    """Descriptions of the first of these workers: worker id, host and phase."""
+    """Descriptions of the first late workers: worker id, host and phase."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,13 @@ class DrainStatus:
 
     node: str
     state: str
-    """``asked``, ``moving``, ``drained`` (the node may be switched off) or ``refused``."""
+    """State of the drain: ``asked``, ``moving``, ``drained`` (the node may be switched off) or ``refused``."""
     workers: Sequence[int]
     """Live workers of the node."""
     reason: str = ""
     """Reason, if the drain was refused."""
     names: Sequence[str] = ()
-    """Names by which a user may ask for the node: the node's and its host's."""
+    """Names that a user may give for the node: its own name, and names of its host."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,16 @@ class Training:
     train_iters: int | None
     loss: float | None
     seconds_per_iteration: float | None
-    """Mean over the last ``folder.RECENT`` iterations, recoveries included."""
+    """Mean time of the last ``folder.RECENT`` iterations, including the time of recoveries."""
     samples_per_second: float | None
     tflops_per_gpu: float | None
-    """TFLOP/s by Megatron's formula, divided by the number of workers at launch."""
+    """TFLOP/s per worker at launch, by Megatron's formula."""
     eta_seconds: float | None
     goodput: float | None
-    """Share of the launch's worker time since the training began that went into committed iterations, 0 to 1."""
+    """Share of the workers' time since the training began that went into committed iterations, 0 to 1.
+
+    The workers' time is the elapsed time, for all replicas of the launch.
+    """
     checkpoint: int | None
     """Iteration of the last checkpoint of this launch."""
     checkpoint_folder: str | None
@@ -165,22 +168,22 @@ class RunStatus:
 
     address: str
     state: str
-    """State as named by the coordinator (``membership/events.py``): standby, gathering, rendezvous, steady, stopped."""
+    """State of the coordinator (``membership/events.py``): standby, gathering, rendezvous, steady or stopped."""
     code: int | None = None
     """Exit code, if the run has ended."""
     reason: str = ""
     """Reason, if the run has ended."""
     ended_age: float | None = None
-    """Seconds since the end, if the run has ended and its log folder is known."""
+    """Seconds since the run ended; None if it runs, or its log folder is not known."""
     term: int = 0
     epoch: int = 0
     opened: int = 0
     iteration: int = 0
-    """The newest iteration that a worker with a place reports."""
+    """Newest iteration that a worker with a place has reported."""
     loss: float | None = None
-    """Loss of the last step that workers using the library API report; NaN if it is not finite."""
+    """Loss of the last step, if the workers use the library's API; NaN if the loss is not finite."""
     committed: int = 0
-    """Number of the last committed decision (steps, evaluations and checkpoints are counted together)."""
+    """Number of the last committed decision, counting steps, evaluations and checkpoints."""
     commit_age: float | None = None
     world: int = 0
     live: int = 0
@@ -193,18 +196,18 @@ class RunStatus:
     faults: Sequence[Fault] = ()
     recoveries: Sequence[RecoveryStatus] = ()
     hidden: int = 0
-    """Number of live workers that the view omits for lack of room."""
+    """Number of live workers that the coordinator's view leaves out, since the message has a largest size."""
     awaited: Sequence[int] = ()
-    """Members that the open rendezvous waits for."""
+    """Ids of the members that have not joined the open rendezvous yet; empty if none is open."""
     stall: Stall | None = None
     drains: Sequence[DrainStatus] = ()
     """Nodes that users asked to drain, with the state of each drain."""
     training: Training | None = None
-    """Progress of the training, if its log folder is known."""
+    """Progress of the training; None if the log folder is not known."""
     restarts: int | None = None
-    """Number of replacement workers started, if the log folder is known."""
+    """Number of replacement workers started; None if the log folder is not known."""
     started_age: float | None = None
-    """Seconds since the start of the launch's first worker, if the log folder is known."""
+    """Seconds since the launch's first worker was started; None if the log folder is not known."""
 
     @property
     def workers(self) -> list[WorkerStatus]:
@@ -213,7 +216,7 @@ class RunStatus:
 
     @property
     def between(self) -> float | None:
-        """Seconds since the present start or recovery began, as far as known; None: neither is under way."""
+        """Seconds since the start or the recovery that is under way began; None if neither is, or it is unknown."""
         if self.state not in ("standby", "gathering", "rendezvous"):
             return None
         if not self.epoch:
@@ -236,17 +239,17 @@ class RunStatus:
 
     @property
     def lost(self) -> list[Gone]:
-        """Workers that died or were evicted, not workers that left in order, are set aside, or were stopped."""
+        """Workers that died or were evicted; without workers that left in order, are set aside, or were stopped."""
         return [gone for gone in self.gone if gone.fate not in ("left", "aside", "stopped")]
 
     @property
     def aside(self) -> list[int]:
-        """Ids of the workers that are set aside: late, but live, and may come back (--recover-grace)."""
+        """Ids of the workers that are set aside: live, but late by more than --recover-grace."""
         return [worker.worker for worker in self.gone if worker.fate == "aside"]
 
     @property
     def draining(self) -> list[str]:
-        """Nodes that are being drained: neither drained already nor refused."""
+        """Names of the nodes whose drain is under way."""
         return [drain.node for drain in self.drains if drain.state in ("asked", "moving")]
 
     def to_json(self) -> dict[str, Any]:
@@ -259,7 +262,7 @@ class RunStatus:
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
         """Return this status with data of the log folder; ``processes``: worker id -> entry of workers.json.
 
-        ``iteration`` becomes at least the last committed one: heartbeats report an iteration up to an interval late.
+        If the log folder has a newer iteration than the workers' last heartbeats, ``iteration`` is this one.
         """
         started = [entry["started"] for entry in processes.values() if entry.get("started") is not None]
         return replace(
@@ -276,7 +279,7 @@ class RunStatus:
 
 
 def of_launch(running: int, launched: int, noun: str = "") -> str:
-    """Return "7 of 8 NOUN" or, if the run has grown, "9 NOUN (8 at launch)"; without NOUN if ``noun`` is empty."""
+    """Return "7 of 8 NOUN" or, if the run has grown, "9 NOUN (8 at launch)"; NOUN is ``noun``, or nothing."""
     noun = f" {noun}" if noun else ""
     return f"{running} of {launched}{noun}" if running <= launched else f"{running}{noun} ({launched} at launch)"
 
@@ -302,7 +305,10 @@ def _exit(entry: Raw) -> str:
 
 
 def read(answer: Raw, address: str) -> RunStatus:
-    """Return the status in a message ``view`` or ``stop``; KeyError, TypeError or ValueError if of another version."""
+    """Return the status in a coordinator's message ``view`` or ``stop``.
+
+    Raises KeyError, TypeError or ValueError if another version of this package sent the message.
+    """
     answer = printable(answer)
     if answer["type"] == "stop":
         return RunStatus(address, "stopped", code=answer["code"], reason=answer["reason"], epoch=answer["epoch"])
@@ -335,7 +341,7 @@ def read(answer: Raw, address: str) -> RunStatus:
 
 
 def printable(value: Any) -> Any:
-    """Return ``value`` with unprintable characters replaced: data of a member must not control the terminal."""
+    """Replace unprintable characters in all strings of ``value``, so that members' data cannot control the terminal."""
     match value:
         case str():
             return "".join(c if c.isprintable() else "?" for c in value)
@@ -347,10 +353,9 @@ def printable(value: Any) -> Any:
 
 
 def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
-    """Return the replicas with a live worker in every position; ``size``: number of positions.
+    """Return the replicas that have a live worker in each of their ``size`` positions.
 
-    The coordinator takes ``size`` from all its plans, so that a replica that lost a worker is not mistaken for a
-    complete, smaller replica.
+    ``size`` is from the coordinator's plans, because live workers alone do not show that a replica has lost a worker.
     """
     by_replica: dict[int, list[WorkerStatus]] = {}
     for worker in workers:
@@ -366,14 +371,15 @@ def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
 
 
 def _place(worker: WorkerStatus) -> int:
-    """Return the place of a worker in its replica: its position or, if that is not known, its own id."""
+    """Return the worker's position or, if the position is unknown, the worker's id, which also tells workers apart."""
     return worker.worker if worker.position is None else worker.position
 
 
 def _replicas_of_launch(answer: Raw) -> int | None:
-    """Return the number of replicas at launch, from the number of workers at launch; None: plans name no replicas.
+    """Return the number of replicas at launch; None if the plans name no replicas.
 
-    If the number of workers at launch is unknown, count all replicas that plans named: more, if the run has grown.
+    If the number of workers at launch is unknown, return the number of all replicas that plans have named, which is
+    larger if the run has grown.
     """
     size, runs = answer["replica_size"], answer["replicas"]
     return (answer["launched"] // size or sum(last - first + 1 for first, last in runs)) if size else None
@@ -387,7 +393,7 @@ def _spare(worker: WorkerStatus) -> WorkerStatus:
 
 def _worker(row: Raw) -> WorkerStatus:
     status = row["status"]
-    # Prefer the row's ``place``: after the worker joined with ``status``, a plan may have given it another place.
+    # A plan may have given the worker another place than the one in ``status``, with which the worker joined.
     replica, position, quota = row.get("place") or map(status.get, ("replica", "position", "quota"))
     return WorkerStatus(
         worker=row["worker"],
@@ -420,7 +426,7 @@ def _drain(row: Raw) -> DrainStatus:
 
 
 def _loss(reports: Sequence[tuple[int, float | None]]) -> float | None:
-    """Return the loss of the newest step in ``reports`` (step, loss): all workers report the same loss for it."""
+    """Return the loss of the newest step in ``reports`` (step, loss); None without reports, NaN if not finite."""
     if not reports:
         return None
     _, loss = max(reports, key=lambda report: report[0])

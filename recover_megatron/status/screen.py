@@ -1,11 +1,10 @@
-"""Display of a ``RunStatus`` on a terminal: ``render`` builds a rich renderable, ``follow`` shows the live view.
+"""Display of a ``RunStatus`` on a terminal: ``render`` creates a rich renderable, ``follow`` shows the live view.
 
-``render`` is pure; data of members is ``Text``, never markup.  The live view refreshes until the run ends, no
-coordinator answers any more, or the user interrupts it.
+``render`` is pure; data of members is ``Text``, never markup.  The live view asks for a status in each interval:
 
-LOOKING --view--> shown --interval--> LOOKING
-    |  no answer: the last view stays, with the error, for ``patience`` seconds --> ``NoAnswer``
-    '--stop: the last view with the end of the run --> over
+status       show it
+no answer    show the last status with the error; after ``patience`` seconds, raise ``NoAnswer``
+run's end    show the last status with the end of the run, and return
 """
 
 from __future__ import annotations
@@ -43,15 +42,18 @@ ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", 
 """Names of the columns that describe a worker."""
 NUMBERS = frozenset("replica quota position worker iteration microbatch workers epoch GPU pid".split())
 """Names of the columns with numbers."""
-_TERM_COUNTER = 32  # number of low bits of a term, which only make the term unique
+_TERM_COUNTER = 32  # number of a term's low bits, which are not shown: they only make the term unique
 
 
 def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> RenderableType:
-    """Return the complete view; ``lines``: largest height (None: any); ``complaint``: why the status is not newer."""
+    """Return the complete view.
+
+    ``lines``: largest height (None: any).  ``complaint``: why there is no newer status, "" if this is the newest.
+    """
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
         parts += [Text(f"  {where}", "yellow") for where in status.stall.where]
-        left = "the run waits for them without limit, since no worker waits for another one"
+        left = "the run waits for them without limit, since no worker waits for another worker"
         if status.stall.left is not None:
             writes = any(worker.phase in WRITES for worker in status.workers if worker.worker in status.stall.workers)
             why = "an hour for a checkpoint" if writes else "--recover-stall-timeout"
@@ -144,7 +146,7 @@ def _panel(status: RunStatus, *rows: Text) -> Panel:
 
 
 def _at_the_end(status: RunStatus) -> list[Text]:
-    """Return rows about the end of a run; empty if the status has only the exit code and the reason."""
+    """Return rows with last iteration, lost workers and age of an ended run; empty if all are unknown."""
     known = []
     if status.iteration and status.training is None:
         known.append(Text.assemble(("last iteration ", "dim"), (str(status.iteration), "bold")))
@@ -218,7 +220,7 @@ def _gone(gone: Sequence[Gone], room: int | None) -> Table:
         seen = worker.phase + (f" of iteration {worker.iteration}" if worker.phase and worker.iteration else "")
         fate = Text(worker.fate, style)
         rows.append([str(worker.worker), worker.host, fate, _when(worker.ago), worker.exit, seen, worker.why])
-    # Columns without any value are omitted: a narrow terminal has little room.
+    # Columns without any value are left out, to save room on a narrow terminal.
     shown = [at for at in range(len(names)) if any(str(row[at]) for row in rows)]
     table = _table(*(names[at] for at in shown))
     for row in rows:
@@ -272,7 +274,7 @@ def _newest[T](entries: Sequence[T], lines: int | None) -> list[T]:
 
 
 def _lines_of(status: RunStatus) -> int:
-    """Return the number of lines of all tables except the grid."""
+    """Return the most lines that all tables except the grid may take."""
     lists = [(status.spares, 9), (status.drains, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
     return sum(min(len(entries), most) + 4 for entries, most in lists if entries)
 
@@ -286,19 +288,19 @@ def _or_nothing(number: int | None) -> str:
 
 
 PIPE_COLUMNS = 160
-"""Width of the output if there is no terminal, and no ``COLUMNS`` in the environment."""
+"""Width of the output if stdout is no terminal, and the environment has no ``COLUMNS``."""
 
 
 class _Console(Console):
-    """Console whose reader may go away (``| head``): raises ``BrokenPipeError``, where rich would exit with code 1."""
+    """Console that raises ``BrokenPipeError`` if its pipe is closed (``| head``), where rich would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        raise  # noqa: PLE0704 - the exception that is being handled
+        raise  # noqa: PLE0704 - raises the BrokenPipeError that rich is handling
 
 
 def _console() -> Console:
-    """Return a console that neither interprets markup in, nor highlights, the data sent by members."""
+    """Return a console without markup and highlighting, since members of the run send the displayed data."""
     sized = Console().is_terminal or os.environ.get("COLUMNS", "").isdecimal()
     return _Console(highlight=False, markup=False, width=None if sized else PIPE_COLUMNS)
 
@@ -308,7 +310,10 @@ def show_once(status: RunStatus) -> None:
 
 
 def follow(source: Source, interval: float, patience: float) -> None:
-    """Show one view after another; if the output is no terminal, print the views below each other."""
+    """Show a view every ``interval`` seconds until the run ends; without a terminal, print the views one by one.
+
+    Raises ``NoAnswer`` or ``AuthenticationError`` if the first view fails, or all for ``patience`` seconds.
+    """
     console = _console()
     last: RunStatus | None = None
     answered = time.monotonic()
@@ -318,7 +323,7 @@ def follow(source: Source, interval: float, patience: float) -> None:
             try:
                 last = _ended_as_seen(source.look(), last)
                 answered = time.monotonic()
-            except (NoAnswer, AuthenticationError) as error:  # the secret is right: the coordinator is ending
+            except (NoAnswer, AuthenticationError) as error:  # a coordinator that exits seems to refuse the secret
                 silent = time.monotonic() - answered
                 if last is None or silent > patience:
                     raise
@@ -333,7 +338,10 @@ def follow(source: Source, interval: float, patience: float) -> None:
 
 
 def _ended_as_seen(status: RunStatus, last: RunStatus | None) -> RunStatus:
-    """Return ``status``; after the end, with the details of ``last``: a stopping coordinator sends only the end."""
+    """Return ``status``; if the run has ended, add the details of the previous status ``last``.
+
+    A coordinator that stops sends only the end of the run.
+    """
     if status.code is None or last is None:
         return status
     training = status.training or last.training

@@ -1,15 +1,12 @@
 """Sources of a run's status: the user names the run by the coordinators' addresses or by the log folder.
 
-addresses          the coordinator's view
-folder, running    the coordinator's view, and data about the training from the folder's files
-folder, ended      only the folder's files
+addresses                   the coordinator's view
+folder of a running job     the coordinator's view, and data about the training from the folder's files
+folder of an ended job      only the folder's files
 
-Among several addresses, the leading candidate is asked:
-
-current candidate --view--> shown, asked again next time
-        |  standby, stop with code 11 (other candidates may continue), no answer
-        v
-next candidate ...  if none leads: the best of all answers; if none answers: ``NoAnswer``
+``Watch`` asks the candidate that has answered last.  If this candidate does not answer, does not lead (standby), or has
+stopped with code 11 (other candidates may continue), ``Watch`` asks the next candidate.  If no candidate leads, it
+returns the best of all answers; if none answers, it raises ``NoAnswer``.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ class Watch:
         self._observer: Observer | None = None
 
     def look(self, drain: str | None = None) -> RunStatus:
-        """Return the run's present status; ask to drain the node or host ``drain``, if given.
+        """Return the run's present status.  ``drain``: node or host that the run is asked to drain, or None.
 
         Raises ``AuthenticationError`` if all candidates that answer refuse the secret; else ``NoAnswer`` if no
         candidate sends a status (``OtherVersion``, a subclass, if a candidate has an incompatible version).
@@ -53,7 +50,7 @@ class Watch:
         seconds: list[RunStatus] = []
         complaints: list[NoAnswer] = []
         refusals: list[AuthenticationError] = []
-        again = self._observer is not None  # the connection may have closed although its candidate lives: try once more
+        again = self._observer is not None  # an old connection may be closed although the candidate lives: ask it twice
         for _ in range(len(self._addresses) + again):
             try:
                 status = self._ask(drain)
@@ -90,10 +87,13 @@ class Watch:
 
 
 class FolderSource:
-    """Source for the last launch into ``folder``.  ValueError, OSError, SecretError: no usable address or secret."""
+    """Source for the last launch into ``folder``.
+
+    Raises ValueError, OSError or SecretError if there is no usable address or secret.
+    """
 
     def __init__(self, folder: Path, secret: Path | None) -> None:
-        """``secret``: file that the user names; None: the folder's secret file or, without it, the environment."""
+        """``secret``: file with the job's secret; None: use the folder's secret file, or else the environment."""
         self._folder = folder
         self.history = History(folder)
         self._watch: Watch | None = None
@@ -102,7 +102,7 @@ class FolderSource:
             self._watch = Watch(addresses, find_secret(path=secret or secret_file(folder)))
 
     def look(self, drain: str | None = None) -> RunStatus:
-        """Return the status as ``Watch.look`` does, with data from the files."""
+        """Return the run's status, with data from the folder's files.  Argument and errors are as in ``Watch.look``."""
         status = ending(self._folder) if self._watch is None else None
         if status is None:
             assert self._watch is not None
@@ -110,7 +110,7 @@ class FolderSource:
                 status = self._watch.look(drain)
             except OtherVersion:
                 raise
-            except (NoAnswer, AuthenticationError) as error:  # an exiting coordinator seems to refuse the secret
+            except (NoAnswer, AuthenticationError) as error:  # a coordinator that exits seems to refuse the secret
                 status = ending(self._folder)
                 if status is None and isinstance(error, AuthenticationError):
                     raise
@@ -121,7 +121,7 @@ class FolderSource:
         self.history.read()
         now = self.history.now(status.commit_age) if status.code is None else time.time()
         training = None
-        if status.epoch or has_begun(self._folder):  # else the files are of an earlier launch
+        if status.epoch or has_begun(self._folder):  # before a launch has begun, the files are of an earlier launch
             training = self.history.training(now, now if status.code is None else self.history.last_time)
         return status.with_files(training, worker_processes(self._folder))
 
@@ -134,7 +134,7 @@ Source = Watch | FolderSource
 
 
 def source_of(where: str, secret: Path | None) -> Source:
-    """Return the source for a log folder, or ``HOST:PORT,...``.  Raises as ``FolderSource`` does."""
+    """Return the source for ``where``, a log folder or ``HOST:PORT,...``.  Raises the errors of ``FolderSource``."""
     if Path(where).is_dir():
         return FolderSource(Path(where), secret)
     try:

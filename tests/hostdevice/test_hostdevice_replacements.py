@@ -101,7 +101,7 @@ def test_a_patched_megatron_may_be_imported_by_another_package_of_it(in_process,
         try:
             hostdevice.activate("megatron.core")
         except hostdevice.HostDeviceError as error:
-            assert "megatron.core.global_vars already is" in str(error)
+            assert "megatron.core.global_vars is imported already" in str(error)
         assert hostdevice.is_active() == ("{before}" == "megatron.training")
     """)
 

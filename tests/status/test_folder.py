@@ -105,7 +105,7 @@ def test_where_nobody_answers_the_side_that_stopped_tells_the_end(
 
 def test_a_folder_without_a_launch_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--coordinators"]) == 1
-    assert "was it the --log-dir of a launch here?" in capsys.readouterr().err
+    assert "give the --log-dir of a launch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["emptied", "moved", "moved, and made anew"])
