@@ -170,7 +170,7 @@ class Launcher:
     def of_no_interest(self, *told: object) -> None:
         """Ignore messages of the coordinator that this benchmark does not need."""
 
-    evict = epoch_wanted = noted = draining = said = may_host = of_no_interest
+    evict = epoch_wanted = epoch_formed = noted = draining = said = may_host = of_no_interest
 
 
 def prepared(launcher: Launcher, gib: float, worker: Callable[[int, TextIO], object], me: int, report: TextIO) -> None:

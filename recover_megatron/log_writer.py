@@ -6,7 +6,7 @@
 
 ``put`` takes microseconds and raises no error; lines that do not fit into the queue are dropped and counted.  When the
 disk accepts data again, the file continues with the next line in the queue.  If a process is killed, its last lines may
-be lost.  A caller that must not lose lines waits with ``settle`` or ``flush``; both wait for a bounded time.
+be lost.  A caller that must not lose lines waits with ``wait_done`` or ``flush``; both wait for a bounded time.
 
 The kernel does not terminate a process while one of its threads is inside a write to a frozen file system
 (``fsfreeze``).  The process exits when the file system thaws, and its parent sees the exit only then.
@@ -37,7 +37,7 @@ LOOK_SECONDS = 10.0
 QUIET_SECONDS = 60.0
 """Minimum seconds between two warnings about a disk that fails and recovers repeatedly."""
 PATIENCE_SECONDS = 0.1
-"""Greatest number of seconds that ``settle`` waits."""
+"""Greatest number of seconds that ``wait_done`` waits."""
 FLUSH_SECONDS = 3.0
 MOST_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -98,7 +98,7 @@ class BackgroundWriter:
             self._report("grows faster than the disk can write it")
         return taken
 
-    def settle(self) -> None:
+    def wait_done(self) -> None:
         """Wait at most ``PATIENCE_SECONDS`` until all jobs are done.
 
         After a timeout, further calls return immediately until the queue has been empty.
@@ -270,7 +270,7 @@ class LogWriter(BackgroundWriter):
         self.submit(lambda: self._add(b"", 0, None), 0)
 
     def put(self, line: bytes, wanted: Callable[[], bool] | None = None) -> None:
-        """Queue ``line``, which ends with a newline; ``settle`` or ``flush`` waits until it is in the file.
+        """Queue ``line``, which ends with a newline; ``wait_done`` or ``flush`` waits until it is in the file.
 
         ``wanted``: called in the thread when the file is open; if it returns False, the line is dropped.
         """

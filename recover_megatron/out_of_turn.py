@@ -72,10 +72,10 @@ _OF_TORCH = "DataLoader worker (pid "
 
 @dataclass(frozen=True)
 class _OfLoaders:
-    """Wrapper of the SIGCHLD handler of torch's DataLoader; passes errors that the handler raises to ``told``."""
+    """Wrapper of the SIGCHLD handler of torch's DataLoader; passes errors that the handler raises to ``on_error``."""
 
     handler: Callable[[int, Any], Any]
-    told: Callable[[RuntimeError], None]
+    on_error: Callable[[RuntimeError], None]
 
     def __call__(self, number: int, frame: Any) -> None:
         try:
@@ -83,21 +83,21 @@ class _OfLoaders:
         except RuntimeError as error:
             if not str(error).startswith(_OF_TORCH):  # the program has set another handler, which raised this error
                 raise
-            self.told(error)
+            self.on_error(error)
 
 
-def tell_readers(told: Callable[[RuntimeError], None]) -> None:
-    """Wrap the SIGCHLD handler of torch's DataLoader, so that errors that it raises go to ``told``.
+def tell_readers(on_error: Callable[[RuntimeError], None]) -> None:
+    """Wrap the SIGCHLD handler of torch's DataLoader, so that errors that it raises go to ``on_error``.
 
-    ``told`` raises the error if the program is reading data now, and otherwise drops it; the loader raises a dropped
-    error at its next read.  Torch sets its handler when the first loader with processes starts, so call this function
-    again after a read.  Does nothing outside the main thread.
+    ``on_error`` raises the error if the program is reading data now, and otherwise drops it; the loader raises a
+    dropped error at its next read.  Torch sets its handler when the first loader with processes starts, so call this
+    function again after a read.  Does nothing outside the main thread.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     of_torch = handler.handler if isinstance(handler, _OfLoaders) else handler
     # Python lets only the main thread set signal handlers.
     if callable(of_torch) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, _OfLoaders(of_torch, told))
+        signal.signal(signal.SIGCHLD, _OfLoaders(of_torch, on_error))
 
 
 def begin() -> None:
@@ -116,26 +116,26 @@ def begin() -> None:
     _trainer = threading.current_thread()
 
 
-def keep_in_turn(told: Callable[[], str], *, threads: bool) -> None:
+def keep_in_turn(describe: Callable[[], str], *, threads: bool) -> None:
     """Check that an operation over replicas is not called in a signal handler, or outside the training thread.
 
     In a signal handler, terminates the process by the signal.  If ``threads`` is true, raises ``OutOfTurn`` in a thread
-    other than the training thread.  ``told`` returns the names of the operation and its caller, for the message.
+    other than the training thread.  ``describe`` returns the names of the operation and its caller, for the message.
     """
     thread = threading.current_thread()
     if _running and thread is threading.main_thread():
-        _end_by(_running[-1], told())
+        _end_by(_running[-1], describe())
     if threads and _trainer is not None and thread is not _trainer and not isinstance(thread, threading._DummyThread):
-        what = f"{told()} in the thread {thread.name!r}, where no other worker takes part in it"
+        what = f"{describe()} in the thread {thread.name!r}, where no other worker takes part in it"
         log.error(f"{what}: the thread gets an error, and the training continues; call it in the training thread")
         raise OutOfTurn(what)
 
 
-def _end_by(number: int, told: str) -> NoReturn:
+def _end_by(number: int, operation: str) -> NoReturn:
     name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
     log.error(
-        f"{told} in a handler of {name}, where no other worker takes part in it: this worker ends by {name}, as if "
-        "no handler were set. For a checkpoint and an exit of all workers, train with --exit-signal-handler and "
+        f"{operation} in a handler of {name}, where no other worker takes part in it: this worker ends by {name}, as "
+        "if no handler were set. For a checkpoint and an exit of all workers, train with --exit-signal-handler and "
         "send the signal to all workers"
     )
     with suppress(Exception):  # the handler may interrupt a print, and the pipe may be closed

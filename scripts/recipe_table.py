@@ -136,7 +136,7 @@ def _flag(message: str) -> str:
     """Return the flag that the message of a refusal names, without the other words."""
     words = message.split(": ")[0].removeprefix("--recover ")
     words = words.removeprefix("with --use-distributed-optimizer ").removeprefix("with --use-megatron-fsdp ")
-    for before in ("cannot be combined with ", "takes ", "needs "):
+    for before in ("cannot be combined with ", "accepts ", "needs "):
         words = words.removeprefix(before)
     return words.removesuffix(" yet").removesuffix(" only with --recover-untested")
 

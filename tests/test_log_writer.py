@@ -232,7 +232,7 @@ def test_a_disk_that_blocks_stops_nobody_and_is_told_of(tmp_path: Path, monkeypa
     file = LogWriter(pipe, said.append, gap=gap, most_bytes=1 << 20)
     for _ in range(20_000):  # two megabytes: one in the queue, 64 KiB in the pipe, which nobody reads
         file.put(LINE)
-        file.settle()
+        file.wait_done()
     assert not file.flush(0.2)
     assert len(said) == 1
     assert "could not be written" in said[0]
@@ -305,7 +305,7 @@ def test_where_no_thread_can_be_started_lines_wait_in_memory_and_are_written_whe
         no_more.setattr(threading.Thread, "start", no_thread)
         file.make()
         file.put(LINE)
-        file.settle()
+        file.wait_done()
     assert len(said) == 1
     assert "no thread can be started" in said[0]
     assert not (tmp_path / "log").exists()

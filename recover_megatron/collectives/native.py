@@ -47,7 +47,7 @@ Message = tuple[torch.Tensor, int]
 
 
 Operation = Any
-"""Enqueued operation.  Only the backend may use its tensors until ``wait(operation)`` or ``settle()`` has returned."""
+"""Enqueued operation.  Only the backend may use its tensors until ``wait(operation)`` or ``quiesce()`` has returned."""
 
 
 class NativeBackend(Order, ABC):
@@ -93,7 +93,7 @@ class NativeBackend(Order, ABC):
         """
 
     @abstractmethod
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Wait until no enqueued operation reads or writes a tensor of the caller; called after an error."""
 
     @abstractmethod
@@ -287,8 +287,8 @@ class Sequential(Executor[NativeTask]):
         self._handed_in.popleft()
         task.handle.finish()
 
-    def settle(self) -> None:
-        self._backend.settle()
+    def quiesce(self) -> None:
+        self._backend.quiesce()
 
     def close(self) -> None:
         self._backend.close()

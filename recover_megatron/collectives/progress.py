@@ -8,8 +8,8 @@ is equal at all workers of a column.  A task of one executor begins only when th
 were submitted earlier are finished.
 
 In state FAILED, every unfinished handle and every later submission raises the error.  Before that, the thread waits for
-``settle`` of all executors: from then on the groups do not access a bucket, a ledger or the network.  If ``settle``
-fails because the device has failed, the handles raise the error of ``settle``.  This error is no ``EpochRevoked``: the
+``quiesce`` of all executors: from then on the groups do not access a bucket, a ledger or the network.  If ``quiesce``
+fails because the device has failed, the handles raise the error of ``quiesce``.  This error is no ``EpochRevoked``: the
 contents of a bucket are then unknown.
 
 An error of torch's communication (``DistError``) counts as a revocation, because it may mean that another thread has
@@ -102,7 +102,7 @@ class Executor[T: Task](ABC):
         """
 
     @abstractmethod
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Wait until this executor does not read, write or send any tensor; called when the thread has failed."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ class ProgressThread:
         self._unfinished = deque[_HandedIn]()
         self._error: BaseException | None = None
         self._failing = False
-        """True while the thread calls ``settle`` of the executors after an error; no executor may be closed then."""
+        """True while the thread calls ``quiesce`` of the executors after an error; no executor may be closed then."""
         self._alive = False
         self._thread: threading.Thread | None = None
         cancel_token.on_cancel(self._wake)
@@ -257,9 +257,9 @@ class ProgressThread:
         return self.cancel_token.error()
 
     def _fail(self, error: BaseException) -> None:
-        """Call ``settle`` of all executors, then finish every unfinished handle with ``error``.
+        """Call ``quiesce`` of all executors, then finish every unfinished handle with ``error``.
 
-        If ``settle`` raises, the handles get that error instead.
+        If ``quiesce`` raises, the handles get that error instead.
         """
         with self._changed:
             self._failing = True
@@ -267,7 +267,7 @@ class ProgressThread:
         try:
             with self._on_device():
                 for executor in executors:
-                    executor.settle()
+                    executor.quiesce()
         except BaseException as fault:  # noqa: BLE001  the thread's boundary: every waiting caller gets the error
             error = fault
         error = _afresh(error)

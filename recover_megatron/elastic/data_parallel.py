@@ -30,10 +30,10 @@ from recover_megatron.collectives.comparison import OwnDescription
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.elastic.checks import check, loaded_program, some_differ, strange_parameters
-from recover_megatron.elastic.epoch_start import Standing, Status, odd_cover, shares, standing
+from recover_megatron.elastic.epoch_start import LatestState, Status, latest_state, odd_cover, shares
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.leading import Leading, settled
+from recover_megatron.elastic.leading import Leading, may_leave
 from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.restoring import NotRestored
 from recover_megatron.elastic.run_state import Exchange, Optimizers, State, Stateful
@@ -127,7 +127,7 @@ class ElasticDataParallel:
         self._holds = not is_newcomer()
         self._changed = False
         """True if this worker's state includes a step of this run; False for a state from before the first step."""
-        self._standing: Standing | None = None
+        self._latest_state: LatestState | None = None
         self._statuses: dict[int, Status] = {}
         self._sent = Status()
         """Status with which this worker joined the present epoch."""
@@ -245,13 +245,13 @@ class ElasticDataParallel:
         Returns when all functions passed to ``lead`` have been called, and no worker needs this worker's state.
         Raises ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
         """
-        while self._holds and self._leading.unsettled:  # a worker without the state leaves without waiting
+        while self._holds and self._leading.unfinished:  # a worker without the state leaves without waiting
             with contextlib.suppress(EpochRevoked):
                 self._join(leaving=True)
-                if self._column.over or self._standing is None:
+                if self._column.over or self._latest_state is None:
                     continue
-                if settled(self._statuses, self._standing, self.completed):
-                    self._leading.unsettled = False
+                if may_leave(self._statuses, self._latest_state, self.completed):
+                    self._leading.unfinished = False
                     if not all(status.leaving for status in self._statuses.values()):  # others wait for a new epoch
                         self._session.ask(f"worker {self.worker} leaves before the others")
                     continue
@@ -290,29 +290,29 @@ class ElasticDataParallel:
             self._session.wait_revoked()  # wait until the workers that differ have exited, or the run has ended
             return
         self._statuses = {worker: Status.from_json(sent) for worker, sent in self._column.statuses.items()}
-        self._standing = standing(self._statuses, self._column.begins_after)
-        if self._standing is None:
+        self._latest_state = latest_state(self._statuses, self._column.begins_after)
+        if self._latest_state is None:
             raise self._nobody_holds()
-        if self._holds and self.worker not in self._standing.holders:
-            lead = self._standing.holders[0]
+        if self._holds and self.worker not in self._latest_state.holders:
+            lead = self._latest_state.holders[0]
             log.info(f"worker {self.worker} started with another state than worker {lead}, and fetches it now")
             self._holds = False
         if not self._holds:
             self._passes.ran = []
-            holders = [self._statuses[worker] for worker in self._standing.holders]
+            holders = [self._statuses[worker] for worker in self._latest_state.holders]
             # A holder that joined before it applied the last step may have sent an older set of covered parameters.
-            newest = [status for status in holders if status.completed == self._standing.completed]
+            newest = [status for status in holders if status.completed == self._latest_state.completed]
             self._gradients.cover((newest or holders)[0].covered)
             self._gradients.clear()
-        if odd := odd_cover(self._statuses, self._standing):
+        if odd := odd_cover(self._statuses, self._latest_state):
             raise self._begins_with(
-                f"worker {odd} trains other parameters than worker {self._standing.holders[0]} from step "
-                f"{self._standing.completed + 1} on: unfreeze a layer on all workers after the same step"
+                f"worker {odd} trains other parameters than worker {self._latest_state.holders[0]} from step "
+                f"{self._latest_state.completed + 1} on: unfreeze a layer on all workers after the same step"
             )
-        if len(self._standing.holders) < len(self._statuses):
-            self._leading.unsettled = True
-        names, lead = self._leading.names, self._standing.holders[0]
-        if names and lead == self.worker and self.completed == self._standing.completed:
+        if len(self._latest_state.holders) < len(self._statuses):
+            self._leading.unfinished = True
+        names, lead = self._leading.names, self._latest_state.holders[0]
+        if names and lead == self.worker and self.completed == self._latest_state.completed:
             self._do()
             self._generators.after_lead(self.completed, self._leading.calls)  # this worker may have drawn more numbers
             self._column.renew(f"worker {self.worker} has called {names} in place of a lost worker")
@@ -335,7 +335,7 @@ class ElasticDataParallel:
 
     def _finish(self, microbatch: Microbatch) -> None:
         """Run own microbatches, sum, and agree on the step, unless a new epoch is needed.  Raises EpochRevoked."""
-        group, at, step = self._enter(), self._standing, self.completed + 1
+        group, at, step = self._enter(), self._latest_state, self.completed + 1
         if group is None or at is None:
             return
         share = shares(self._statuses, at, self._column.members, step, self.microbatches)
@@ -355,7 +355,7 @@ class ElasticDataParallel:
 
     def _enter(self) -> Group | None:
         """Fetch the state if needed; return the epoch's group, None if a new epoch is needed.  Raises EpochRevoked."""
-        at = self._standing
+        at = self._latest_state
         assert at is not None, "joined"
         self._mark("rendezvous", waiting=True)
         if self.completed == at.completed and self.worker in at.holders and len(at.holders) < len(self._statuses):
@@ -399,7 +399,7 @@ class ElasticDataParallel:
             self._session.wait_revoked()
         return False
 
-    def _fetch(self, at: Standing) -> bool:
+    def _fetch(self, at: LatestState) -> bool:
         """Fetch the state from the holders; return False if that failed and a new epoch must be joined."""
         self._mark("state", allow=self._allow)
         holders = {worker: self._statuses[worker].address for worker in at.holders}

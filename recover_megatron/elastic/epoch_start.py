@@ -81,7 +81,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Standing:
+class LatestState:
     """Last finished step of the run at the start of an epoch, and the workers that have the state after this step."""
 
     completed: int
@@ -90,7 +90,7 @@ class Standing:
     """Ids of the workers that have the state after this step, ascending; the other workers fetch it from them."""
 
 
-def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
+def latest_state(statuses: Mapping[int, Status], committed: int) -> LatestState | None:
     """Return the last step of the run and the holders of its state; None if no worker has a state.
 
     At the start of a run, states may differ (different seeds, or only some workers have loaded a checkpoint).  Then the
@@ -103,10 +103,10 @@ def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
     completed = max(status.completed for status in now.values())
     newest = {worker: status for worker, status in now.items() if status.completed == completed}
     lead = next(iter(newest.values()))
-    return Standing(completed, tuple(worker for worker, status in newest.items() if status.digest == lead.digest))
+    return LatestState(completed, tuple(worker for worker, status in newest.items() if status.digest == lead.digest))
 
 
-def odd_cover(statuses: Mapping[int, Status], at: Standing) -> int | None:
+def odd_cover(statuses: Mapping[int, Status], at: LatestState) -> int | None:
     """Return the first holder that trains other parameters than the holder with the lowest id; None if all are equal.
 
     Holders that joined before they applied the last step are ignored: they may unfreeze layers after that step.
@@ -116,7 +116,7 @@ def odd_cover(statuses: Mapping[int, Status], at: Standing) -> int | None:
 
 
 def shares(
-    statuses: Mapping[int, Status], at: Standing, members: Sequence[int], step: int, microbatches: int
+    statuses: Mapping[int, Status], at: LatestState, members: Sequence[int], step: int, microbatches: int
 ) -> dict[int, list[int]]:
     """Return worker -> numbers of the microbatches of ``step`` that the worker must run.
 

@@ -3,7 +3,7 @@
 all call lead(f)    the leading worker calls f at once; the other workers keep f
 a step is finished  the step's sum needed the leading worker, so f has returned: all workers drop f
 the leader dies     the others join a new epoch; the new leading worker calls the functions that it has kept
-leave()             all join with ``leaving`` set until `settled`, so no worker leaves while another worker needs it
+leave()             all join with ``leaving`` set until `may_leave`, so no worker leaves while another worker needs it
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recover_megatron.elastic.epoch_start import Standing, Status
+from recover_megatron.elastic.epoch_start import LatestState, Status
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 
@@ -22,7 +22,7 @@ class Leading:
         self._kept: list[tuple[str, Callable[[], Any]]] = []
         self.calls = 0
         """Number of calls of ``lead`` since the last step."""
-        self.unsettled = False
+        self.unfinished = False
         """True if this worker must not leave yet, since another worker may need its state or its kept functions."""
 
     @property
@@ -38,7 +38,7 @@ class Leading:
     def add(self, function: Callable[[], Any], name: str) -> None:
         """Keep ``function`` until a step is finished.  ``name``: for messages; "" for the function's own name."""
         self._kept.append((name or getattr(function, "__name__", "lead"), function))
-        self.calls, self.unsettled = self.calls + 1, True
+        self.calls, self.unfinished = self.calls + 1, True
 
     def call(self, begin: Callable[[str], None], failed: Callable[[str, Exception], None]) -> None:
         """Call the kept functions in order, and drop each function that has returned.  Raises a function's errors.
@@ -60,10 +60,10 @@ class Leading:
     def forget(self) -> None:
         """Drop all functions.  Called after a finished step, which shows that all functions have returned."""
         self._kept.clear()
-        self.calls, self.unsettled = 0, False
+        self.calls, self.unfinished = 0, False
 
 
-def settled(statuses: Mapping[int, Status], at: Standing, completed: int) -> bool:
+def may_leave(statuses: Mapping[int, Status], at: LatestState, completed: int) -> bool:
     """Return whether a worker whose last step is ``completed`` may leave.  ``statuses``: worker id -> status.
 
     The worker may leave if all workers have a state, and if the leading worker has completed the same step and has no

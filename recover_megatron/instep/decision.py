@@ -165,7 +165,7 @@ class Rollback:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CompleteSnapshot:
     """The newest complete snapshot: live workers hold all of its parts."""
 
     iteration: int
@@ -258,7 +258,7 @@ class Decision:
     """Newest checkpoints that any member knows, newest first."""
     copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Snapshot part -> (worker that takes and keeps it, worker that keeps a copy); empty: no snapshots are taken."""
-    kept: Kept | None = None
+    kept: CompleteSnapshot | None = None
     """The newest complete snapshot of the timeline ``before``; None: no snapshot is complete."""
     covered: bool = False
     """True if the snapshot ``kept`` is complete on the workers in ``copies``: each of these holds its part."""

@@ -279,7 +279,7 @@ class Announcements:
 
     # ---- the main thread
 
-    def settled(self) -> None:
+    def close_repeats(self) -> None:
         """Close the groups in which operations were repeated: a new epoch has begun."""
         with self._news:
             repeats, self._repeats = self._repeats, None

@@ -214,7 +214,7 @@ class Step:
             self._again = True
         self._ran += [j for inner_rank in self._todo for j in inner_rank]
         self._todo = []
-        self._trainer.settle()
+        self._trainer.finish_pass()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -226,7 +226,7 @@ class Trainer(Protocol):
         added gradients.
         """
 
-    def settle(self) -> None:
+    def finish_pass(self) -> None:
         """Finish the pass after ``compute``: copy gradients outside the buckets (extra main gradients) into the
         buckets."""
 

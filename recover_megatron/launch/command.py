@@ -303,7 +303,7 @@ def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
 
 
 def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> arguments.UsageError:
-    if not lock.goes_on:
+    if not lock.continued:
         return arguments.UsageError([reason])
     coordinators = f"$(recover-status {shlex.quote(str(plan.log_dir))} --coordinators)" if plan.log_dir else ""
     return arguments.UsageError([continues_without(plan, reason, coordinators)], code=LEFT_OUT)

@@ -96,21 +96,21 @@ class StartUp:
         """
         self._control.when_up_to_date(ASK_SECONDS, partial(self._judge, worker, left_behind, cause))
 
-    def launcher_lost(self, what: str, goes_on: str = "", node: int = 0) -> None:
+    def launcher_lost(self, what: str, notice: str = "", node: int = 0) -> None:
         """End or repeat the launch after the loss of ``node``, unless the training has begun.
 
-        ``what`` describes the node and the cause; ``goes_on``: line to log if the training has begun, empty for none.
+        ``what`` describes the node and the cause; ``notice``: line to log if the training has begun, empty for none.
         """
         if not self.under_way:
-            self._say_of(goes_on)
+            self._say_of(notice)
             return
         if node not in self._lost:
             self._lost.append(node)
-        self._control.when_up_to_date(ASK_SECONDS, partial(self._without_launcher, f"{what} is lost", goes_on))
+        self._control.when_up_to_date(ASK_SECONDS, partial(self._without_launcher, f"{what} is lost", notice))
 
-    def _without_launcher(self, text: str, goes_on: str) -> None:
+    def _without_launcher(self, text: str, notice: str) -> None:
         if not self.under_way:
-            self._say_of(goes_on)
+            self._say_of(notice)
             return
         without = (*self._plan.without, *self._lost)
         spared = self._plan.node_rank == 0 and self._plan.spared(without)
@@ -229,7 +229,7 @@ class Conclusion:
         """
         verdict = self._control.verdict()
         finished = any(worker.state is WorkerState.FINISHED for worker in self._table.all)
-        if verdict is not None and not self._control.told and finished:
+        if verdict is not None and not self._control.end_reported and finished:
             self._say(
                 f"the coordinator did not report the end ({self._control.reason}); workers of this node have finished "
                 "the run"

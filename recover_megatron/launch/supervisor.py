@@ -48,8 +48,7 @@ FAULT_SECONDS = 0.2
 class Supervisor:
     """State machine of a launch; ``run`` supervises the launch and returns its exit code.
 
-    The other public methods are callbacks for events; most of them implement the protocols ``Orders``, ``PeerEvents``
-    and ``SignalEvents``.
+    The other public methods are callbacks, most of them of ``Orders``, ``PeerEvents`` and ``SignalEvents``.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class Supervisor:
         ``worker_exited`` is called later, when the process has ended.  The first plan may reach a worker before it
         reaches this launcher: ``epoch_formed`` reports a death that happens in between.
         """
-        if not self.goes_on():
+        if not self.run_continues():
             self._early[worker.worker_id] = worker, end
             return
         try:
@@ -241,7 +240,7 @@ class Supervisor:
         except OSError:
             return  # SIGKILL could not be sent: the worker may still be running
         self._control.agent.ended(worker.worker_id, how)
-        if end.writes_core or end.goes_on:
+        if end.writes_core or end.must_kill:
             line, note = messages.writes_core(worker, end) if end.writes_core else messages.fenced(worker)
             self._table.note(worker.worker_id, note)
             self._console.say(line)
@@ -338,10 +337,7 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """Finish; on several nodes, first wait until the run has ended.
-
-        Until then the run may need this node's candidate coordinator.  The end of the run decides the exit code.
-        """
+        """End the launch; on several nodes, after the run: until then the run may need this node's candidate."""
         if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
@@ -385,7 +381,7 @@ class Supervisor:
         leave_out(without)
         self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
-    def goes_on(self) -> bool:
+    def run_continues(self) -> bool:
         return self._state is LaunchState.RUNNING and self._control.under_way
 
     def store_failed(self, reason: str) -> None:
@@ -438,7 +434,7 @@ class Supervisor:
         self._folder.finish(None if code == START_AGAIN else code, self._why or self._conclusion.why(code, verdict))
         if code != START_AGAIN and any(worker.pid is not None for worker in self._table.all):
             self._conclusion.tell(code, verdict, self._ended_by)
-        self._peers.settle()
+        self._peers.wait_until_notified()
         self._signals.forget()  # from now on, a signal only ends the wait for the output
         flush(self._loop, self._console, lambda: self._signals.stop_asked, patient=self._code is None)
         self._folder.flush_logs()

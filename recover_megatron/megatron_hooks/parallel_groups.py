@@ -244,7 +244,7 @@ class Groups:
             ranks = None if ranks is None else sorted(ranks)
             if self.traffic.mode in (Mode.STARTING, Mode.ALONE):
                 return make(ranks, *args, **kwargs)
-            slots = self.traffic.standing or [Slot(rank) for rank in range(dist.get_world_size())]
+            slots = self.traffic.occupied_slots or [Slot(rank) for rank in range(dist.get_world_size())]
             members = tuple(slots if ranks is None else (slots[rank] for rank in ranks))
             if self.traffic.me in members and len({self.grid.place(slot)[0] for slot in members}) > 1:
                 group = EpochGroup(self.traffic, None, members, str(kwargs.get("group_desc") or "new_group").lower())

@@ -221,7 +221,7 @@ Address = tuple[str, int]
 class AddedCandidates:
     """List of the candidates that joined after the launch, as one coordinator knows them.
 
-    ``lease``, ``slack``: path and slack of the lease (``leadership.standing``), which launchers receive for their
+    ``lease``, ``slack``: path and slack of the lease (``leadership.permission``), which launchers receive for their
     candidates. ``lease`` None: the run has no lease.
     """
 

@@ -170,7 +170,7 @@ class Coordinator:
             case Tick():
                 self._tick(now)
             case Settle():
-                self._settle(now)
+                self._act_on_changes(now)
 
     # -- a session ends or is silent ----------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Coordinator:
         if self.state is State.STEADY:
             return self.epochs.working
         hearing = self.rendezvous.hearing
-        return self.rendezvous.members & (self.rendezvous.members if hearing.told else hearing.missing)
+        return self.rendezvous.members & (self.rendezvous.members if hearing.announced else hearing.missing)
 
     def _tick(self, now: float) -> None:
         late = now - self.deadline
@@ -262,7 +262,7 @@ class Coordinator:
 
     # -- the next epoch -----------------------------------------------------------------------------------------------
 
-    def _settle(self, now: float) -> None:
+    def _act_on_changes(self, now: float) -> None:
         """Lead, step down, open a rendezvous or form its plan, as the events since the last call require."""
         hearing = self.rendezvous.hearing
         if self.state is State.STANDBY:
@@ -388,7 +388,7 @@ class Coordinator:
                 self.rendezvous.join(worker, message, now)
             case "heard" if message["term"] == self.leadership.term:
                 self.rendezvous.hearing.heard(worker, message["epoch"])
-                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # the worker missed ``all_heard``
+                if self.rendezvous.hearing.announced and self.epochs.formed.epoch:  # the worker missed ``all_heard``
                     self._out.send([session], {"type": "all_heard", **{k: message[k] for k in ("epoch", "term")}})
             case "done" if of_this_epoch:
                 epochs.done(worker, message["iteration"], now)

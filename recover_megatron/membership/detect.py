@@ -231,7 +231,7 @@ class Stall:
     def __init__(self, settings: Settings) -> None:
         self.since: float | None = None
         """Time at which this coordinator first noticed the stall; None: there is no stall."""
-        self.told = False
+        self.reported = False
         """True once the stall is certain and was reported."""
         self.waited: dict[WorkerId, str] = {}
         """Worker that the run waits for -> why it is late."""
@@ -296,22 +296,22 @@ class Stall:
         elif self._shared_since is None:
             self._shared_since = now
         if shared and self.since is not None and self.left(now) <= 0:
-            shared, evict, self.told, self._shared_since = False, frozenset(late), False, None
+            shared, evict, self.reported, self._shared_since = False, frozenset(late), False, None
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
             # Workers that shared the stall, or waited for a peer's storage, come back shortly after the first workers.
-            self.fresh = now if self.told else now - hang / 2
+            self.fresh = now if self.reported else now - hang / 2
         elif not shared:
             evict = frozenset(late)
             self.lately |= dict.fromkeys(late, now)
         self._shared = shared
         self.waited = {**(late if shared else {}), **allowed}
         if not self.waited:
-            over = now - self.since if self.since is not None and self.told else None
-            self.since, self.told = None, False
+            over = now - self.since if self.since is not None and self.reported else None
+            self.since, self.reported = None, False
             return Answer(evict, over=over)
         self.since = now if self.since is None else self.since
         certain = bool(allowed) or many_share([*late, *self.lately], replica_of) or now >= self.since + SAY_SECONDS
-        say = now >= self._say_at if self.told else certain
+        say = now >= self._say_at if self.reported else certain
         if say:
-            self.told, self._say_at = True, now + SAY_SECONDS
+            self.reported, self._say_at = True, now + SAY_SECONDS
         return Answer(evict, say)

@@ -18,7 +18,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from recover_megatron.membership.events import Outbox
-from recover_megatron.membership.leadership import Leadership, Standing
+from recover_megatron.membership.leadership import Leadership, Permission
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
@@ -220,7 +220,7 @@ class RevokeConfirmations:
     """
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:
-        self.told = True
+        self.announced = True
         """True once all workers were notified that all have confirmed. Initially True, since there is no epoch yet."""
         self.may = False
         """True if no worker is evicted, or the next epoch may be formed without the evicted workers."""
@@ -233,7 +233,7 @@ class RevokeConfirmations:
         """Wait for confirmations, since a rendezvous opens. Confirmations since the last plan remain valid."""
         epoch, workers = self._epochs.formed.epoch, self._roster.workers
         if self._after < epoch:
-            self._after, self.told = epoch, False
+            self._after, self.announced = epoch, False
         asked = self._epochs.formed.members | self._roster.with_fate(Fate.ASIDE)
         self._missing = {number for number in asked if workers[number].heard_of <= epoch}
         self.may = False
@@ -253,13 +253,13 @@ class RevokeConfirmations:
     @property
     def due(self) -> bool:
         """True if all workers have confirmed, but have not been notified of that yet."""
-        return not self.told and not self.missing
+        return not self.announced and not self.missing
 
     def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
         """If ``due`` and ``may``, notify all workers that all have confirmed, and restart their hang timeouts."""
         if not self.due or not self.may:
             return
-        self.told = True
+        self.announced = True
         workers = self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE)
         out.send(self._roster.sessions_of(workers), {"type": "all_heard", "epoch": epoch, "term": term})
         for number in workers:
@@ -405,14 +405,14 @@ class Rendezvous:
         rendezvous in time.
         """
         contest = self._leadership.contest(self.opened, self._epochs.formed, self._epochs.own)
-        self.too_few = contest is not None and contest.standing is Standing.TOO_FEW
+        self.too_few = contest is not None and contest.permission is Permission.TOO_FEW
         if contest is None:
             return True
         roster, members = self._roster, [self._roster.workers[m] for m in self.members]
         unheard = [w for w in members if w.node_agent and not self._acknowledged(w.node_agent, now)]
-        may = contest.standing is not Standing.TOO_FEW
+        may = contest.permission is not Permission.TOO_FEW
         if may and not unheard:
-            enough = contest.standing is Standing.ENOUGH
+            enough = contest.permission is Permission.ENOUGH
             if not enough and (self.all_joined or not self.hearing.missing):  # all members follow this term
                 enough = self._leadership.has_lease(self.opened, now)
             return enough

@@ -11,7 +11,7 @@ The rule for a coordinator that wants to fix the plan of a new epoch with the wo
   rendezvous that any member presents as opened after that epoch, since such a rendezvous may have been formed unseen.
 * With a lease (``lease``, on shared storage) one rule holds in both cases: more than half of the epoch's members may
   continue, where gone members count as missing. Fewer members may continue only with the lease, if no more than half
-  are missing and at least one is left (``standing``). Still fewer may not, except in one more case (``witness``).
+  are missing and at least one is left (``permission``). Still fewer may not, except in one more case (``witness``).
 
 * Members without a part in the last epoch (*idle*) do not know what it committed, since no commit waited for them. So
   if a missing worker may be running, idle members alone never continue under a new coordinator, lease or not. The
@@ -81,7 +81,7 @@ def may_go_on(reached: Workers, bases: Iterable[Workers], gone: Workers, own: bo
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
 
 
-class Standing(Enum):
+class Permission(Enum):
     """Permission for the reached workers to continue although some missing workers may be running."""
 
     ENOUGH = "enough"
@@ -92,22 +92,22 @@ class Standing(Enum):
     """The reached workers may not continue, because the missing workers may do so."""
 
 
-def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: int) -> Standing:
+def permission(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: int) -> Permission:
     """Return the permission of the workers ``reached`` to continue a run that has a lease.
 
     ``slack``: two halves that differ by at most this number of workers can each get the lease, because one node may
     have more workers left than another. Equal for all candidates of a run.
     """
-    answer = Standing.ENOUGH
+    answer = Permission.ENOUGH
     for base in bases:
         living = base - gone
         here, missing, all_votes = reached & living, living - reached, len(base) + slack
         if not missing or 2 * len(here) > all_votes:
             continue
         if not here or 2 * len(missing) > all_votes:
-            return Standing.TOO_FEW
-        answer = Standing.CLAIM
-    return answer if reached else Standing.TOO_FEW
+            return Permission.TOO_FEW
+        answer = Permission.CLAIM
+    return answer if reached else Permission.TOO_FEW
 
 
 def can_tell(reached: Workers, idle: Workers, missing: Workers, own: bool) -> bool:
@@ -131,7 +131,7 @@ class Contest:
 
     missing: Workers
     """Left-out workers that may still be running."""
-    standing: Standing
+    permission: Permission
     """Permission for the members of the rendezvous to continue without the missing workers."""
     known: bool
     """True if the members of the rendezvous know the last commit; otherwise they may not continue."""
@@ -140,7 +140,7 @@ class Contest:
 class Leadership:
     """Term of this candidate, and its right to lead.
 
-    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: no lease. Parameter ``own`` of the
+    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``permission``; None: no lease. Parameter ``own`` of the
     methods: the last epoch if this coordinator has formed it; None: another coordinator did.
     """
 
@@ -179,15 +179,15 @@ class Leadership:
         counted = reached & evidence.target & evidence.formed.members
         if not can_tell(counted, self._roster.blind(evidence.formed), missing, own=False):
             return False
-        may = self._standing(reached, None)
-        return may is Standing.ENOUGH or (may is Standing.CLAIM and evidence.formed.epoch > 0 and self._moved(now))
+        may = self._permission(reached, None)
+        return may is Permission.ENOUGH or (may is Permission.CLAIM and evidence.formed.epoch > 0 and self._moved(now))
 
     @property
     def lacks_members(self) -> bool:
         """True if this candidate may not lead because too few members of a run that has begun are attached to it."""
         evidence, reached = self.evidence, self._roster.reached
         began = self.term == 0 and evidence.formed.epoch > 0 and bool(reached & evidence.target)
-        return began and self._standing(reached, None) is Standing.TOO_FEW
+        return began and self._permission(reached, None) is Permission.TOO_FEW
 
     def _moved(self, now: float) -> bool:
         """Return whether nodes have attached to this candidate as a unit: launchers, and most of their workers.
@@ -240,7 +240,7 @@ class Leadership:
 
     def has_followers(self, own: Formed | None) -> bool:
         """Return whether so many members are attached that no other candidate may lead the other members."""
-        return self._standing(self._roster.reached, own) is Standing.ENOUGH
+        return self._permission(self._roster.reached, own) is Permission.ENOUGH
 
     def excuse(self, pause: float) -> None:
         """Shift the deadlines by a pause of this process, in seconds."""
@@ -272,7 +272,7 @@ class Leadership:
         if not missing:
             return None
         known = can_tell(opened.members & formed.members, self._roster.blind(formed), missing, own)
-        may = self._standing(opened.members, formed if own else None, opened.epoch) if known else Standing.TOO_FEW
+        may = self._permission(opened.members, formed if own else None, opened.epoch) if known else Permission.TOO_FEW
         return Contest(missing, may, known)
 
     def has_lease(self, opened: Opened, now: float) -> bool:
@@ -329,15 +329,15 @@ class Leadership:
             self._out.log("lease", epoch=verdict.epoch, granted=verdict.granted, reason=verdict.reason)
         self._verdict = verdict
 
-    def _standing(self, reached: Workers, own: Formed | None, epoch: int | None = None) -> Standing:
+    def _permission(self, reached: Workers, own: Formed | None, epoch: int | None = None) -> Permission:
         """Return the permission of workers to continue; ``epoch``: the rendezvous whose members they are, if any."""
         bases, gone = self._bases(own), self._roster.gone
         if self.slack is None:
-            return Standing.ENOUGH if may_go_on(reached, bases, gone, own is not None) else Standing.TOO_FEW
-        may = standing(reached, bases, gone, self.slack)
-        if may is Standing.TOO_FEW and reached:
+            return Permission.ENOUGH if may_go_on(reached, bases, gone, own is not None) else Permission.TOO_FEW
+        may = permission(reached, bases, gone, self.slack)
+        if may is Permission.TOO_FEW and reached:
             missing = self._missing(reached, bases)
-            return Standing.CLAIM if self.witness.leaves_alone(reached, missing, epoch) else may
+            return Permission.CLAIM if self.witness.leaves_alone(reached, missing, epoch) else may
         return may
 
     def _bases(self, own: Formed | None) -> list[Workers]:

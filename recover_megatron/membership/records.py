@@ -329,17 +329,17 @@ class CoordinatorLost(MembershipError):
     """Raised when no coordinator may continue the run for this worker; ``code`` is the exit code.
 
     ``by``: the worker that ended the run for all (``give_up``, ``report_exception``); None: no worker ended it.
-    ``told``: True if a coordinator has reported the end. False if no coordinator was reached: then the run may continue
-    without this worker, or may have ended well.
+    ``reported``: True if a coordinator has reported the end. False if no coordinator was reached: then the run may
+    continue without this worker, or may have ended well.
     """
 
     def __init__(
-        self, message: str, code: int = EXIT_LOST_MAJORITY, by: int | None = None, *, told: bool = False
+        self, message: str, code: int = EXIT_LOST_MAJORITY, by: int | None = None, *, reported: bool = False
     ) -> None:
         super().__init__(message)
         self.code = code
         self.by = by
-        self.told = told
+        self.reported = reported
 
 
 class SecretError(MembershipError):

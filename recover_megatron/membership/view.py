@@ -186,7 +186,7 @@ class Observing:
             "faults": _dated(history.faults, now),
             "recoveries": _dated(history.recoveries, now),
         }
-        if stall.told and stall.since is not None:
+        if stall.reported and stall.since is not None:
             shown_late = sorted(stall.waited)[:LAST]
             message["stall"] = {
                 "seconds": _ago(stall.since, now),

@@ -129,7 +129,7 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
         goodput=goodput.svg(report.spent),
         goodput_legend=goodput.legend(report.spent),
         refresh=_REFRESH if report.history.good_end is None else 0,
-        told=told(report),
+        alternative_texts=alternative_texts(report),
         pictures={title: base64.b64encode(path.read_bytes()).decode() for title, path in pictures.items()},
         recoveries=_recoveries(report.history),
         recovered=len(report.history.recoveries),
@@ -166,7 +166,7 @@ def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
     return [*recoveries, *back, *snapshots]
 
 
-def told(report: Report) -> defaultdict[str, str]:
+def alternative_texts(report: Report) -> defaultdict[str, str]:
     """Return title of a picture -> alternative text; "" for a title without text."""
     words: defaultdict[str, str] = defaultdict(str)
     if steps := report.run.steps:

@@ -48,7 +48,7 @@ class EventsFile:
         if event == "start":
             self._file.head = line
         self._file.put(line)
-        self._file.settle()
+        self._file.wait_done()
 
     def close(self) -> None:
         """Write the events that are not in the file yet, if the disk accepts them; then close the file."""

@@ -162,7 +162,7 @@ class StepsFile:
 
     def append_line(self, iteration: int, line: bytes) -> None:
         self._file.put(line, wanted=lambda: self._may_write() and iteration > self._last)
-        self._file.settle()
+        self._file.wait_done()
 
     def flush(self) -> bool:
         """Wait a bounded time until all lines are in the file. Return whether they are."""

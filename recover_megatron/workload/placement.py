@@ -183,25 +183,25 @@ def _rebuilds(rest: Mapping[int, Candidate], shape: Shape, wanted: int) -> dict[
 
 
 def _holding(workers: Collection[Candidate], size: int) -> Holding:
-    standing = Counter(worker.position for worker in workers)
+    positioned = Counter(worker.position for worker in workers)
     bound = Counter(worker.position for worker in workers if not worker.movable)
     return Holding(
-        standing=tuple(standing[position] for position in range(size)),
+        positioned=tuple(positioned[position] for position in range(size)),
         bound=tuple(bound[position] for position in range(size)),
-        unbuilt=standing[None],
+        unbuilt=positioned[None],
     )
 
 
 def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> dict[int, int]:
     """Return worker -> new position, for the workers of one node; ``teams``: number of teams of each group to form."""
     wanted = {position: count for group, count in zip(shape.tensor, teams, strict=True) for position in group}
-    standing: dict[int | None, list[int]] = defaultdict(list)
+    positioned: dict[int | None, list[int]] = defaultdict(list)
     # Workers that cannot change position come first, so they stay.
     for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):
-        standing[workers[worker].position].append(worker)
-    surplus = [w for p, here in standing.items() if p is not None for w in here[wanted[p] :] if workers[w].movable]
-    missing = [p for p, count in sorted(wanted.items()) for _ in range(count - len(standing[p]))]
-    return dict(zip([*standing[None], *sorted(surplus)], missing, strict=False))
+        positioned[workers[worker].position].append(worker)
+    surplus = [w for p, here in positioned.items() if p is not None for w in here[wanted[p] :] if workers[w].movable]
+    missing = [p for p, count in sorted(wanted.items()) for _ in range(count - len(positioned[p]))]
+    return dict(zip([*positioned[None], *sorted(surplus)], missing, strict=False))
 
 
 Covered = Counter[tuple[int | None, str]]
@@ -235,34 +235,34 @@ def build_ahead(
             idle[spare.node].append(worker)
     width = 1 if shape.cross_node else len(shape.tensor[0])
     groups = [(position,) for group in shape.tensor for position in group] if width == 1 else shape.tensor
-    standing = {p: Counter(nodes[workers[p]] for workers in replicas) for group in groups for p in group}
+    positioned = {p: Counter(nodes[workers[p]] for workers in replicas) for group in groups for p in group}
     covered: Covered = Counter((spare.position, spare.node) for spare in spares.values() if spare.position is not None)
     found: dict[int, int] = {}
     for node, workers in sorted(idle.items()):
         while len(workers) >= width:
-            team = min(groups, key=lambda group: (_cover(group, node, standing, covered), group))
+            team = min(groups, key=lambda group: (_cover(group, node, positioned, covered), group))
             for position in team:
                 found[workers.pop(0)] = position
                 covered[position, node] += 1
         for worker in workers:
-            here = [position for position in standing if standing[position][node]]
+            here = [position for position in positioned if positioned[position][node]]
             if not here:
                 break  # an incomplete team can replace only workers on its own node, and this node has none
-            best = min(here, key=lambda position: (covered[position, node] - standing[position][node], position))
+            best = min(here, key=lambda position: (covered[position, node] - positioned[position][node], position))
             found[worker] = best
             covered[best, node] += 1
     return dict(sorted(found.items()))
 
 
 def _cover(
-    group: Sequence[int], node: str, standing: Mapping[int, Counter[str]], covered: Covered
+    group: Sequence[int], node: str, positioned: Mapping[int, Counter[str]], covered: Covered
 ) -> tuple[float, int]:
     """Return a sort key that puts the group of positions that needs another spare most first.
 
     This is the group with the fewest spares for its workers on nodes other than ``node``; of equal groups, the group
     with the fewest spares on ``node``, since spares of one node are lost together.
     """
-    at_risk = min(sum(standing[position].values()) - standing[position][node] for position in group)
+    at_risk = min(sum(positioned[position].values()) - positioned[position][node] for position in group)
     spares = min(sum(count for (p, _), count in covered.items() if p == position) for position in group)
     return (spares + 1) / (at_risk + 1e-3), sum(covered.get((position, node), 0) for position in group)
 
@@ -335,9 +335,9 @@ def compatible_replicas(
     torn = inside(whole, broken)
     rest = {replica: workers for replica, workers in whole.items() if replica not in torn}
     out = torn | cover(between(rest, broken))
-    standing = {worker for workers in whole.values() for worker in workers}
+    positioned = {worker for workers in whole.values() for worker in workers}
     reasons = {
-        replica: tuple(sorted(pair for pair in broken if set(pair) <= standing and set(pair) & set(whole[replica])))
+        replica: tuple(sorted(pair for pair in broken if set(pair) <= positioned and set(pair) & set(whole[replica])))
         for replica in sorted(out)
     }
     return {replica: workers for replica, workers in whole.items() if replica not in out}, reasons

@@ -4,7 +4,7 @@ A **team** is the T workers of a tensor-parallel group (`placement`).  A node wi
 A team costs as many changes as it has positions without a worker:
 
     positions   0  1 | 2  3        T = 2, G = 2 groups; this node has 5 workers, so room for 2 teams
-    standing    2  1 | 0  1        a team of (0, 1) costs 0; a second team of (0, 1) costs 1 (the worker at 3 changes
+    positioned  2  1 | 0  1        a team of (0, 1) costs 0; a second team of (0, 1) costs 1 (the worker at 3 changes
     unbuilt     1                  to 1); a team of (2, 3) costs 1 (the worker without a model builds the model of 2)
 
 The choice of each node's teams is a transportation problem, solved by cheapest paths: nodes supply room, groups demand
@@ -37,21 +37,21 @@ Counts = tuple[int, ...]
 class Holding:
     """Numbers of workers on a node."""
 
-    standing: Counts
+    positioned: Counts
     """Number of workers at each position, including workers that build the model of this position now."""
     bound: Counts
-    """Number of workers at each position that cannot change position; they are included in ``standing``."""
+    """Number of workers at each position that cannot change position; they are included in ``positioned``."""
     unbuilt: int
     """Number of workers that have no position yet and can take any position."""
 
     @property
     def movable(self) -> int:
         """Number of workers that may be asked to change or take a position."""
-        return self.unbuilt + sum(self.standing) - sum(self.bound)
+        return self.unbuilt + sum(self.positioned) - sum(self.bound)
 
     def room(self, team_size: int) -> int:
         """Return the number of teams of ``team_size`` workers for which the node has enough workers."""
-        return (self.unbuilt + sum(self.standing)) // team_size
+        return (self.unbuilt + sum(self.positioned)) // team_size
 
 
 def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted: int) -> list[Counts]:
@@ -172,9 +172,9 @@ class _Plan:
             return
         holding, groups = self.kinds[state.kind], range(len(self.tensor))
         unused = holding.movable - sum(self._lacking(holding.bound, group, state.teams[group]) for group in groups)
-        takes, costs = self._next_team(holding.bound, state.teams), self._next_team(holding.standing, state.teams)
+        takes, costs = self._next_team(holding.bound, state.teams), self._next_team(holding.positioned, state.teams)
         fewer = tuple(count - 1 for count in state.teams)
-        gives, saves = self._next_team(holding.bound, fewer), self._next_team(holding.standing, fewer)
+        gives, saves = self._next_team(holding.bound, fewer), self._next_team(holding.positioned, fewer)
         for group in groups:
             if takes[group] <= unused:
                 self._offer(costs[group], state, group, None)

@@ -123,7 +123,7 @@ class Rank:
         if told:
             told["heard"] = self._heard(stalled)
             epoch.revoke("the other member does not start it")
-            backend.settle()
+            backend.quiesce()
             backend.close()
         return told
 

@@ -37,7 +37,7 @@ class Scripted(Executor[Task]):
     def advance(self) -> None:
         self._work()
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         assert not self.closed, "it may be used by another owner"
         self._settled()
 

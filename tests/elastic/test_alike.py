@@ -18,9 +18,9 @@ import torch
 from examples import plain_pytorch as example
 from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
-from recover_megatron.elastic.epoch_start import Standing, Status
+from recover_megatron.elastic.epoch_start import LatestState, Status
 from recover_megatron.elastic.generators import Generators
-from recover_megatron.elastic.leading import Leading, settled
+from recover_megatron.elastic.leading import Leading, may_leave
 from recover_megatron.elastic.run_state import State
 from recover_megatron.elastic.verification import Verdict, compare
 from recover_megatron.membership.records import CoordinatorLost, Fenced
@@ -163,19 +163,19 @@ def test_what_one_worker_does_for_all_is_kept_until_it_is_done_or_a_step_is_fini
         if log.count("save") == 1:
             raise OSError("full")
 
-    assert not leading.unsettled
+    assert not leading.unfinished
     leading.add(save, "")
     leading.add(lambda: log.append("evaluated"), "evaluation")
-    assert (leading.todo, leading.names, leading.calls, leading.unsettled) == (2, "save, evaluation", 2, True)
+    assert (leading.todo, leading.names, leading.calls, leading.unfinished) == (2, "save, evaluation", 2, True)
     with pytest.raises(OSError, match="full"):
         call(leading, log)
     assert leading.todo == 2, "the next worker that leads has to do it, and so has this one if it goes on"
     call(leading, log)
     assert log == ["begin save", "save", "save failed: full", "begin save", "save", "begin evaluation", "evaluated"]
-    assert (leading.todo, leading.unsettled) == (0, True), "others may not know yet"
+    assert (leading.todo, leading.unfinished) == (0, True), "others may not know yet"
     leading.add(save, "")
     leading.forget()
-    assert (leading.todo, leading.calls, leading.unsettled) == (0, 0, False)
+    assert (leading.todo, leading.calls, leading.unfinished) == (0, 0, False)
 
 
 @pytest.mark.parametrize(("error", "code"), [(Fenced("late"), 13), (CoordinatorLost("over", 12), 12)])
@@ -208,7 +208,7 @@ def test_a_worker_that_learns_in_a_function_of_lead_that_it_was_put_out_ends_in_
 def test_nobody_leaves_before_what_one_does_for_all_is_done_and_all_have_the_state(
     statuses: dict[int, Status], may: bool
 ) -> None:
-    assert settled(statuses, Standing(30, (1, 2)), 30) == may
+    assert may_leave(statuses, LatestState(30, (1, 2)), 30) == may
 
 
 def test_a_worker_without_the_state_leaves_without_a_wait() -> None:
@@ -229,9 +229,9 @@ def test_a_worker_that_leaves_before_others_lets_them_go_on_without_it(leaving: 
     it._leading, it._holds, it.completed = Leading(), True, 3
     it._leading.add(lambda: None, "save")
     it._leading.call(lambda _: None, lambda *_: None)
-    it._statuses, it._standing = (
+    it._statuses, it._latest_state = (
         {0: Status(3, True, leaving=True), 1: Status(3, True, leaving=leaving)},
-        Standing(3, (0, 1)),
+        LatestState(3, (0, 1)),
     )
     it._column = SimpleNamespace(me=0, over=False, leave=lambda: said.append("left"))  # type: ignore[assignment]
     it._session = SimpleNamespace(ask=said.append)  # type: ignore[assignment]

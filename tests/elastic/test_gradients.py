@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recover_megatron.elastic.epoch_start import Standing, Status, odd_cover
+from recover_megatron.elastic.epoch_start import LatestState, Status, odd_cover
 from recover_megatron.elastic.gradients import Gradients
 
 
@@ -177,4 +177,4 @@ def test_a_fused_optimizer_steps_with_the_gradient_of_each_element_whatever_the_
 def test_a_worker_that_alone_unfreezes_a_layer_is_named(told: dict[int, tuple[int, str]], odd: int | None) -> None:
     statuses = {worker: Status(its, worker != 4, covered=covered) for worker, (its, covered) in told.items()}
     holders = tuple(worker for worker in told if worker != 4)
-    assert odd_cover(statuses, Standing(7, holders)) == odd
+    assert odd_cover(statuses, LatestState(7, holders)) == odd

@@ -18,7 +18,7 @@ import torch
 from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.state.trees import flatten, new_memory, unflatten
 from recover_megatron.elastic import data_parallel
-from recover_megatron.elastic.epoch_start import Standing, Status
+from recover_megatron.elastic.epoch_start import LatestState, Status
 from recover_megatron.elastic.restoring import NotRestored, contents, difference
 from recover_megatron.elastic.run_state import Exchange, State, Stateful
 
@@ -402,7 +402,7 @@ def test_a_newcomer_that_does_not_restore_the_state_ends_with_2_and_at_the_launc
 
     it._exchange = SimpleNamespace(fetch=fetch)  # type: ignore[assignment]
     with pytest.raises(SystemExit, match="2") if newcomer else nullcontext():
-        assert not it._fetch(Standing(7, (0,)))
+        assert not it._fetch(LatestState(7, (0,)))
     assert not it._holds
     assert lines == [f"worker 5 exits, and the run continues without it: {LOST}"] * newcomer
     assert gave_up == [(2, f"worker 5: {LOST}")] * (not newcomer)

@@ -14,7 +14,7 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
-from recover_megatron.elastic.epoch_start import Standing, Status
+from recover_megatron.elastic.epoch_start import LatestState, Status
 from recover_megatron.elastic.leading import Leading
 from recover_megatron.elastic.restoring import NotRestored
 from recover_megatron.elastic.verification import Verdict
@@ -33,7 +33,7 @@ class Worker:
         mine = statuses[me]
         it = self.it
         it._leading, it._holds, it._changed, it.completed = Leading(), mine.holds, True, mine.completed
-        it._sent, it._statuses, it._standing, it._verify_interval, it._allow = mine, {}, None, 2, 0.0
+        it._sent, it._statuses, it._latest_state, it._verify_interval, it._allow = mine, {}, None, 2, 0.0
         it._own, it._state = SimpleNamespace(given="", code=""), SimpleNamespace(described=dict)
         it._generators = SimpleNamespace(after_lead=lambda *_: None)
         it._passes = SimpleNamespace(ran=[1])
@@ -84,7 +84,7 @@ def test_after_a_death_the_lowest_that_has_the_state_does_what_is_left_to_do_and
     worker.it._join()
     assert worker.said == (["joined", "saved", "renewed"] if calls else ["joined"])
     assert worker.told.todo == 1
-    assert worker.it._leading.unsettled, "it does not leave before it knows that this is done"
+    assert worker.it._leading.unfinished, "it does not leave before it knows that this is done"
 
 
 def test_a_worker_that_takes_anothers_state_forgets_its_gradients_and_nobody_leaves_before(
@@ -96,7 +96,7 @@ def test_a_worker_that_takes_anothers_state_forgets_its_gradients_and_nobody_lea
     assert (worker.it._holds, worker.it._passes.ran) == (False, [])
     giver = Worker(monkeypatch, {0: Status(9, True, covered="1"), 1: DONE}, begins_after=0)
     giver.it._join()
-    assert giver.it._leading.unsettled
+    assert giver.it._leading.unfinished
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_at_the_launch_a_worker_that_has_the_state_has_joined_once_and_others_un
     taker.it._join()
     fetch, tries = taker.it._fetch, iter([EpochRevoked(4, "a death")])
 
-    def fetched(at: Standing) -> bool:
+    def fetched(at: LatestState) -> bool:
         for error in tries:
             raise error
         return bool(fetch(at))
@@ -177,9 +177,9 @@ def test_nothing_is_summed_before_the_states_are_compared(
 ) -> None:
     worker = Worker(monkeypatch, {0: DONE, 1: DONE})
     group = SimpleNamespace(all_reduce=lambda _: SimpleNamespace(wait=lambda: worker.said.append("sum")))
-    worker.it._enter, worker.it._verified, worker.it._standing = lambda: group, lambda _: agree, Standing(3, (0, 1))
-    worker.it._statuses, worker.it.microbatches = {0: DONE, 1: DONE}, 4
-    worker.it._passes.run, worker.it._gradients.buckets = lambda *_, **__: True, ["bucket"]
+    worker.it._enter, worker.it._verified = lambda: group, lambda _: agree
+    worker.it._latest_state, worker.it._statuses = LatestState(3, (0, 1)), {0: DONE, 1: DONE}
+    worker.it.microbatches, worker.it._passes.run, worker.it._gradients.buckets = 4, lambda *_, **__: True, ["bucket"]
     worker.it._column.agree = lambda step: worker.said.append(f"agreed {step}")
     worker.it._finish(lambda *_: None)
     assert worker.said == sums
@@ -196,7 +196,7 @@ def test_who_has_taken_a_state_is_as_those_who_gave_it(
     worker.it._session.check = None
     worker.it._exchange.fetch = lambda *_, **__: (3, [True, False])
     worker.it._gradients.away, worker.it._gradients.train = nullcontext, trained.append
-    assert worker.it._fetch(Standing(3, (0,)))
+    assert worker.it._fetch(LatestState(3, (0,)))
     assert (worker.it.completed, worker.it._holds, worker.it._changed) == (3, True, changed)
     assert trained == [[True, False]], "what is frozen there is frozen here"
 
@@ -212,7 +212,7 @@ def test_a_worker_of_the_launch_that_cannot_take_a_later_state_ends_alone(monkey
 
     worker.it._exchange.fetch = fetch
     with pytest.raises(SystemExit, match="2"):
-        worker.it._fetch(Standing(3, (0,)))
+        worker.it._fetch(LatestState(3, (0,)))
     assert worker.said == []
 
 
@@ -233,7 +233,7 @@ def test_a_finished_step_forgets_what_was_asked_before_and_sets_the_generators_a
         it = stepping(striking, [])
         it._leading.add(lambda: None, "save")
         it.step(lambda step, j, more=more, its=striking: (torch.rand(more), its.plain())[1])  # type: ignore[misc]
-        assert (it._leading.todo, it._leading.unsettled) == (0, False)
+        assert (it._leading.todo, it._leading.unfinished) == (0, False)
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[1]
 
@@ -261,7 +261,7 @@ def test_a_worker_leaves_when_nothing_is_left_to_do_and_gives_its_state_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = Worker(monkeypatch, {0: GOES, 1: GOES})
-    worker.it._leading.unsettled = True
+    worker.it._leading.unfinished = True
     then = iter([{0: GOES, 1: AWAY}, {0: GOES, 1: GOES}])
     join = worker.it._column.join
 

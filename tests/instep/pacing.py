@@ -319,7 +319,7 @@ def late() -> None:
 def late_copy() -> None:
     """Have snapshots copied as late as may be: when somebody waits for that, or after 2 seconds where nobody does."""
     make, begin = Copy.make, SnapshotStore.begin
-    copied, told = SnapshotStore.copied, SnapshotStore.told
+    copied, join_status = SnapshotStore.copied, SnapshotStore.join_status
     waited_for = threading.Event()
 
     def late_make(self: Copy, *args: Any) -> Any:
@@ -334,14 +334,14 @@ def late_copy() -> None:
         waited_for.set()
         copied(self)
 
-    def noted_told(self: SnapshotStore) -> dict[str, Any]:
+    def noted_status(self: SnapshotStore) -> dict[str, Any]:
         waited_for.set()
-        return told(self)
+        return join_status(self)
 
     Copy.make = late_make  # type: ignore[method-assign]
     SnapshotStore.begin = noted_begin  # type: ignore[method-assign]
     SnapshotStore.copied = noted_copied  # type: ignore[method-assign]
-    SnapshotStore.told = noted_told  # type: ignore[method-assign]
+    SnapshotStore.join_status = noted_status  # type: ignore[method-assign]
 
 
 def late_session() -> None:

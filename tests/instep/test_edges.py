@@ -128,7 +128,7 @@ def tried_by_two(broken: set[int]) -> tuple[Road, Edges]:
 def planned(edges: Edges, epoch: int, at: int) -> None:
     """All have met in step ``at``, and the decision before it is committed."""
     statuses = in_step(PAIRS, at=at)
-    edges.told(decide(epoch, statuses, PAIRS), statuses, committed=at - 1)
+    edges.record(decide(epoch, statuses, PAIRS), statuses, committed=at - 1)
 
 
 def epochs(edges: Edges, count: int) -> list[tuple[int, ...]]:

@@ -27,7 +27,7 @@ from recover_megatron.instep.groups.epoch_groups import OPENER, CommunicationCon
 from recover_megatron.instep.groups.process_group import EpochGroup, register_new
 from recover_megatron.instep.groups.traffic import Caller, Mode, Staged, Traffic
 from recover_megatron.instep.hooks import ProgressReports
-from recover_megatron.instep.meeting.rendezvous import Kept
+from recover_megatron.instep.meeting.rendezvous import SavedInputs
 from recover_megatron.megatron_hooks.parallel_groups import Groups, is_averaged, is_known
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.workload.grid import Slot, launch_grid
@@ -113,7 +113,7 @@ def script_makes(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """``dist.new_group`` as a script calls it on worker 1 of three; torch's own is a stand-in."""
     groups = Groups(Slot(1), (), torch.device("cpu"))
     assignment: Any = traffic.recovery.assignment  # type: ignore[union-attr]
-    assignment.standing = {Slot(rank): rank for rank in REPLICAS}
+    assignment.occupants = {Slot(rank): rank for rank in REPLICAS}
     groups._grid, groups.traffic, made = assignment.grid, traffic, list[Any]()
 
     def torchs(ranks: list[int], **_: Any) -> Any:
@@ -310,7 +310,7 @@ def test_an_output_inside_the_input_is_an_operation_in_place() -> None:
 
 
 def test_a_section_that_is_run_again_finds_its_tensors_as_the_first_one_did() -> None:
-    kept, first, second = Kept(), torch.ones(2), torch.zeros(2)
+    kept, first, second = SavedInputs(), torch.ones(2), torch.zeros(2)
     for factor in (2, 3):
         kept.keep([first, second])
         first *= factor

@@ -346,7 +346,7 @@ def test_of_a_group_of_version_2_that_was_told_to_be_complete_no_more_gradients_
     added: list[object] = []
     buckets = FsdpBuckets2.__new__(FsdpBuckets2)
     buckets._parts, buckets._padding = [((0, 2), torch.ones(4))], [[Span(2, 3)]]
-    buckets._marks_last, buckets._unsettled = True, {0}
+    buckets._marks_last, buckets._unfinished = True, {0}
     buckets.gradients = Gradients(buckets._parts)
     reduce = buckets._inside_alone(0)(lambda partial, is_last: added.append((partial, is_last)))
     reduce("first", False)

@@ -360,7 +360,7 @@ _released = threading.Event()
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
-    """No thread of ``settle`` outlives its test."""
+    """No thread of ``quiesce`` outlives its test."""
     _released.clear()
     yield
     _released.set()
@@ -408,7 +408,7 @@ def test_a_collective_that_was_left_is_waited_for_unless_it_is_stuck(
     token.cancel("a death")
     with pytest.raises(dist.DistBackendError, match="was abandoned"):
         waited.wait()
-    guard.settle()
+    guard.quiesce()
     assert work.over is not stuck
     assert not guard._under_way
 
@@ -426,7 +426,7 @@ def test_a_reduce_scatter_that_has_failed_holds_nobody_up(
         work.wait()
     groups.left()
     assert not settling()
-    assert not work.is_completed(), "torch tells of its end now: settle() need not ask in another way"
+    assert not work.is_completed(), "torch tells of its end now: quiesce() need not ask in another way"
 
 
 class During(Sum):
@@ -441,13 +441,13 @@ class During(Sum):
         return True
 
 
-@pytest.mark.parametrize("look", ["start", "settle"])
+@pytest.mark.parametrize("look", ["start", "quiesce"])
 def test_two_threads_may_start_collectives_at_once(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swappable_group, "_SETTLE_SECONDS", 0.01)
     guard = AbortableWorks(CancelToken(1))
     guard._under_way.add(During(guard))
-    if look == "settle":
-        guard.settle()
+    if look == "quiesce":
+        guard.quiesce()
     else:
         guard.method("allreduce", lambda: Sum(stuck=True))()
         assert len(guard._under_way) == 2

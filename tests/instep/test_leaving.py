@@ -398,14 +398,14 @@ def test_groups_of_the_start_are_of_the_kind_that_is_made_after_a_death(
 def test_who_asks_for_the_other_kind_is_refused_and_nothing_is_settled(torch_of_two_kinds: str) -> None:
     os.environ[NCCL2_VARIABLE] = "1"
     (reason,) = keep_one_kind(os.environ)
-    assert reason.startswith("TORCH_DIST_USE_NCCL2=1: ")
+    assert reason.startswith("TORCH_DIST_USE_NCCL2=1 selects ")
     assert "unset the variable" in reason
     assert "NCCL" not in torch_nccl.dist.Backend._plugins
 
 
 def test_a_name_that_means_the_other_kind_already_is_refused(torch_of_two_kinds: str) -> None:
     torch_nccl.dist.BackendConfig("nccl")
-    reasons = [reason.partition(" before")[0] for reason in keep_one_kind(os.environ)]
+    reasons = [reason.partition(" when")[0] for reason in keep_one_kind(os.environ)]
     assert reasons == ([] if torch_of_two_kinds == "2.14" else ["--recover needs TORCH_DIST_USE_NCCL2=0"])
 
 

@@ -66,7 +66,7 @@ def test_the_order_of_ranks_is_megatrons() -> None:
 
 @pytest.mark.parametrize("world", [2, 6, 7])
 def test_sizes_that_do_not_fill_the_world_are_refused(world: int) -> None:
-    with pytest.raises(ValueError, match="cannot hold"):
+    with pytest.raises(ValueError, match="cannot form replicas of"):
         launch_grid(world, tensor=2, context=1, pipeline=2, inner_ranks=1)
 
 
@@ -454,7 +454,7 @@ def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None
 def test_a_position_that_nobody_holds_is_a_lost_state() -> None:
     decision = decide(2, {0: orphan(0), 2: orphan(0)}, TWO)
     assert (decision.replicas, decision.rollback, decision.enough) == ((), None, 0)
-    assert "no worker holds the state" in decision.state_lost
+    assert "no live worker has the state" in decision.state_lost
     assert decide(2, {0: orphan(0)}, TWO).state_lost == "", "one worker is no replica, with any state"
 
 

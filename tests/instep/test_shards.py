@@ -24,13 +24,13 @@ from recover_megatron.workload.grid import launch_grid, ring_order
 COLUMN = (0, 1, 2, 3)
 
 
-def assignment_of(me: int, standing: dict[int, int]) -> Any:
+def assignment_of(me: int, occupants: dict[int, int]) -> Any:
     decision = SimpleNamespace(touched=defaultdict(frozenset))
-    return SimpleNamespace(me=me, standing=standing, staying=standing, decision=decision)
+    return SimpleNamespace(me=me, occupants=occupants, staying=occupants, decision=decision)
 
 
-def shards_of(me: int, standing: dict[int, int], shadows: int = 1) -> Shards:
-    shards = Shards({COLUMN: COLUMN}, shadows, assignment_of(me, standing))
+def shards_of(me: int, occupants: dict[int, int], shadows: int = 1) -> Shards:
+    shards = Shards({COLUMN: COLUMN}, shadows, assignment_of(me, occupants))
     shards.take_up({COLUMN: shards.wanted(COLUMN)})
     return shards
 
@@ -40,26 +40,26 @@ def everyone() -> dict[int, int]:
 
 
 def test_the_first_live_holder_speaks_for_a_unit_and_sums_go_to_it() -> None:
-    standing = everyone()
-    shards = shards_of(2, standing)
+    occupants = everyone()
+    shards = shards_of(2, occupants)
     assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 4)], [Span(4, 6)], [Span(6, 8)]], {1})
-    del standing[1]
+    del occupants[1]
     shards.planned()
     assert shards.speaks_for(COLUMN, 1)
     assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 6)], [Span(6, 8)]], {1})
     assert shards.stale()
     assert shards.lost() == []
-    del standing[2]
+    del occupants[2]
     shards.planned()
     assert shards.lost() == [1]
 
 
 def test_who_comes_back_to_its_place_holds_nothing() -> None:
-    standing = everyone()
-    shards = shards_of(2, standing)
-    del standing[1]
+    occupants = everyone()
+    shards = shards_of(2, occupants)
+    del occupants[1]
     shards.planned()
-    standing[1] = 1
+    occupants[1] = 1
     shards.planned()
     assert 1 not in shards.live
     assert shards.speaks_for(COLUMN, 1)
@@ -68,26 +68,26 @@ def test_who_comes_back_to_its_place_holds_nothing() -> None:
 
 
 def test_who_was_lost_while_the_layout_was_agreed_on_holds_nothing_when_it_comes_back() -> None:
-    standing = everyone()
-    shards = shards_of(0, standing, shadows=2)
+    occupants = everyone()
+    shards = shards_of(0, occupants, shadows=2)
     agreed = {COLUMN: shards.wanted(COLUMN)}
-    del standing[3]  # everybody else had all that it was to hold, and said so
+    del occupants[3]  # everybody else had all that it was to hold, and said so
     shards.planned()
     shards.take_up(agreed)
-    standing[3] = 3
+    occupants[3] = 3
     shards.planned()
     assert 3 not in shards.live
     assert shards.stale()
 
 
 def test_a_newcomer_is_told_the_layout_and_has_no_part_in_it() -> None:
-    standing = everyone()
-    donor = shards_of(2, standing)
-    del standing[1]
+    occupants = everyone()
+    donor = shards_of(2, occupants)
+    del occupants[1]
     donor.planned()
-    standing[1] = 7
+    occupants[1] = 7
     donor.planned()
-    newcomer = Shards({COLUMN: COLUMN}, 1, assignment_of(7, standing))
+    newcomer = Shards({COLUMN: COLUMN}, 1, assignment_of(7, occupants))
     assert not newcomer.known
     newcomer.from_json(donor.to_json())
     assert newcomer.held(COLUMN) == ()
@@ -96,10 +96,10 @@ def test_a_newcomer_is_told_the_layout_and_has_no_part_in_it() -> None:
 
 
 def test_a_sum_passes_a_newcomer_on_its_way_to_the_shadow() -> None:
-    standing = {0: 0, 2: 2, 3: 3}
-    shards = shards_of(0, standing)
+    occupants = {0: 0, 2: 2, 3: 3}
+    shards = shards_of(0, occupants)
     assert shards.cut(COLUMN, 12)[1] == {1}
-    standing[1] = 7
+    occupants[1] = 7
     shards.planned()
     spans, hops = shards.cut(COLUMN, 12)
     assert spans[1] == []
@@ -115,32 +115,32 @@ def test_who_follows_in_the_ring_stands_in_another_replica() -> None:
 def test_with_instances_those_that_hold_one_shard_follow_each_other() -> None:
     grid = launch_grid(4, tensor=1, context=1, pipeline=1, inner_ranks=1)
     assert ring_order(COLUMN, grid, 2) == (0, 2, 1, 3)
-    standing = everyone()
+    occupants = everyone()
     column = (0, 2, 1, 3)
-    shards = Shards({column: COLUMN}, 1, assignment_of(2, standing), 2)
+    shards = Shards({column: COLUMN}, 1, assignment_of(2, occupants), 2)
     shards.take_up({column: shards.wanted(column)})
     assert shards.held(column) == (0,)
     assert shards.cut(column, 8) == ([[Span(0, 4)], [], [Span(4, 8)], []], {1})
-    del standing[0]
+    del occupants[0]
     shards.planned()
     assert shards.speaks_for(column, 0)
     assert shards.cut(column, 8) == ([[Span(0, 4)], [Span(4, 8)], []], {1})
-    told = Shards({column: COLUMN}, 1, assignment_of(7, standing), 2)
+    told = Shards({column: COLUMN}, 1, assignment_of(7, occupants), 2)
     told.from_json(shards.to_json())
     assert told.layout(column) == shards.layout(column)
     assert told.held(column) == ()
 
 
 def test_copies_are_kept_on_another_node_and_stay_there_as_long_as_that_is_so() -> None:
-    standing = everyone()
-    assignment = assignment_of(0, standing)
+    occupants = everyone()
+    assignment = assignment_of(0, occupants)
     assignment.decision.touched = {worker: frozenset({f"node {worker // 2}"}) for worker in (*COLUMN, 7)}
     shards = Shards({COLUMN: COLUMN}, 1, assignment)
     shards.adopt()
     shards.take_up({COLUMN: shards.wanted(COLUMN)})
     assert shards.held(COLUMN) == (0, 2)
     assert shards.cut(COLUMN, 8)[1] == {2}
-    del standing[0], standing[1]  # a whole node
+    del occupants[0], occupants[1]  # a whole node
     shards.planned()
     assert shards.lost() == []
     told = Shards({COLUMN: COLUMN}, 1, assignment)

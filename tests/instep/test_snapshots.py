@@ -15,7 +15,7 @@ import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.state.trees import flatten
-from recover_megatron.instep.decision import MEMORY, Decision, JoinStatus, Kept, Rollback, Rules, Taking
+from recover_megatron.instep.decision import MEMORY, CompleteSnapshot, Decision, JoinStatus, Rollback, Rules, Taking
 from recover_megatron.instep.faults import Spoiled
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.meeting.plan import decide
@@ -72,7 +72,7 @@ def test_the_run_goes_back_to_the_newest_snapshot_that_is_there_for_all_position
     decision = decided(LEFT)
     assert decision.rollback == Rollback(6, MEMORY, lost=0)
     assert (decision.iteration, decision.version, decision.timeline, decision.before) == (7, 6, (5, 6), (0, 0))
-    assert decision.kept == Kept(6, {0: {0: "at 0"}, 1: {1: "at 1"}})
+    assert decision.kept == CompleteSnapshot(6, {0: {0: "at 0"}, 1: {1: "at 1"}})
     half = {**LEFT, 1: replace(LEFT[1], snapshots=(told(1, 4, 0),))}
     assert decided(half).rollback == Rollback(4, MEMORY, lost=2), "the newer one was still on its way"
     assert decided({**LEFT, 1: replace(LEFT[1], snapshots=())}).state_lost
@@ -129,7 +129,7 @@ def test_the_plan_says_who_keeps_what_and_whether_it_is_there() -> None:
 
 def test_complete_means_every_position() -> None:
     one = {0: replace(whole(0), snapshots=(told(0, 2, 0), told(1, 2, 0), told(0, 4, 0)))}
-    assert kept(one, (0, 0)) == Kept(2, {0: {0: "at 0"}, 1: {0: "at 0"}})
+    assert kept(one, (0, 0)) == CompleteSnapshot(2, {0: {0: "at 0"}, 1: {0: "at 0"}})
     assert covered(None, {})
     assert not covered(None, {0: (0, 1)})
 
@@ -144,7 +144,7 @@ def test_shards_that_were_cut_for_others_do_not_complete_a_snapshot() -> None:
     assert (found and found.taken, found and set(found.holders)) == (1, {0, 1, 2, 3})
     assert not covered(found, {0: (0, 1), 1: (0, 1), 2: (0, 1)}), "other parts than are wanted now"
     newest = {**third, 3: replace(whole(3), snapshots=((2, 4, 0, 5, 3),))}
-    assert kept(newest, (0, 0)) == Kept(4, {0: {0: "at 0"}, 1: {1: "at 1"}, 2: {3: "at 3"}}, 5)
+    assert kept(newest, (0, 0)) == CompleteSnapshot(4, {0: {0: "at 0"}, 1: {1: "at 1"}, 2: {3: "at 3"}}, 5)
 
 
 def test_parts_that_belong_together_are_named_by_their_epoch() -> None:
@@ -153,9 +153,9 @@ def test_parts_that_belong_together_are_named_by_their_epoch() -> None:
     for epoch in (1, 2):
         worker.store.begin(Taking(epoch, 4, 1, together=True), {0: state_at(4, epoch)}, {})
         assert worker.store.finish(epoch, _nothing)[0]
-        worker.store.settle()
-    assert worker.store.told()["snapshots"] == ((0, 4, 0, 1, 1), (0, 4, 0, 2, 1))
-    state, _ = worker.store.load(0, Kept(4, {0: {0: worker.address}}, 2), _nothing)
+        worker.store.mark_complete()
+    assert worker.store.join_status()["snapshots"] == ((0, 4, 0, 1, 1), (0, 4, 0, 2, 1))
+    state, _ = worker.store.load(0, CompleteSnapshot(4, {0: {0: worker.address}}, 2), _nothing)
     assert same(state, state_at(4, 2))
 
 
@@ -197,7 +197,7 @@ class Worker:
         self.begin(iteration, *positions, epoch=epoch)
         assert self.store.finish(epoch, _nothing)[0]
         if settled:
-            self.store.settle()
+            self.store.mark_complete()
 
     def begin(self, iteration: int, *positions: int, epoch: int = 1) -> None:
         states = {position: state_at(iteration, position) for position in positions}
@@ -208,7 +208,7 @@ class Worker:
         return self.config.peer_store.address
 
     def held(self) -> list[tuple[int, int, int]]:
-        return sorted(one[:3] for one in self.store.told()["snapshots"])
+        return sorted(one[:3] for one in self.store.join_status()["snapshots"])
 
 
 def _nothing() -> None:
@@ -235,12 +235,12 @@ def take(workers: tuple[Worker, Worker], iteration: int, epoch: int = 1) -> list
 def complete(workers: tuple[Worker, Worker], iteration: int) -> None:
     assert take(workers, iteration) == [True, True]
     for worker in workers:
-        worker.store.settle()
+        worker.store.mark_complete()
 
 
-def of_both(workers: tuple[Worker, Worker], iteration: int, without: Worker | None = None) -> Kept:
+def of_both(workers: tuple[Worker, Worker], iteration: int, without: Worker | None = None) -> CompleteSnapshot:
     holders = {n: worker.address for n, worker in enumerate(workers) if worker is not without}
-    return Kept(iteration, {0: holders, 1: holders})
+    return CompleteSnapshot(iteration, {0: holders, 1: holders})
 
 
 def test_each_has_its_own_and_the_others_and_two_versions() -> None:
@@ -269,7 +269,7 @@ def test_nobody_writes_to_a_state_before_it_is_copied(monkeypatch: pytest.Monkey
         worker.store.begin(Taking(1, 2, 1), {0: state}, {})
 
         def write(worker: Worker = worker, state: Any = state, told: bool = told) -> None:
-            worker.store.told() if told else worker.store.copied()
+            worker.store.join_status() if told else worker.store.copied()
             state["column"]["parameters"][0].zero_()
 
         writer = threading.Thread(target=write, daemon=True)
@@ -339,7 +339,7 @@ def test_nothing_is_begun_in_an_epoch_that_is_over() -> None:
     assert told == [(0, 0, 0), (0, 2, 0)], "of the newer one this worker does not know whether it is complete"
     worker.begin(4, 0)
     assert worker.held() == told
-    worker.store.follow(Decision(2, {}, (), kept=Kept(2, {})))
+    worker.store.follow(Decision(2, {}, (), kept=CompleteSnapshot(2, {})))
     worker.begin(4, 0)
     assert [one.iteration for one in worker.store._held] == [0, 2]
     worker.take(4, 0, epoch=2, settled=False)
@@ -362,9 +362,9 @@ def test_the_older_one_stands_while_a_newer_one_is_on_its_way() -> None:
     assert first.store.finish(2, _nothing) == (False, 0.0), "it was begun in another epoch"
     state, _ = first.store.load(1, of_both(workers, 2), _nothing)
     assert same(state, state_at(2, 1))
-    first.store.follow(Decision(2, {}, (), kept=Kept(2, {})))
+    first.store.follow(Decision(2, {}, (), kept=CompleteSnapshot(2, {})))
     second.at = _nothing
-    second.store.follow(Decision(2, {}, (), kept=Kept(2, {})))
+    second.store.follow(Decision(2, {}, (), kept=CompleteSnapshot(2, {})))
     assert take(workers, 4, epoch=2) == [True, True]
 
 
@@ -378,7 +378,7 @@ def test_a_changed_byte_is_found_and_another_copy_is_taken() -> None:
     spoil(second, 0)
     with pytest.raises(Spoiled, match=r"chunks \[0\] of the own copy of part 0 of the snapshot after iteration 2"):
         first.store.load(0, of_both(workers, 2), _nothing)
-    assert first.store.told()["spoiled"] == ((2, 0),)
+    assert first.store.join_status()["spoiled"] == ((2, 0),)
 
 
 def spoil(worker: Worker, position: int) -> None:
@@ -407,7 +407,7 @@ def test_nobody_is_waited_for_beyond_the_end_of_the_epoch() -> None:
 
     with pytest.raises(EpochRevoked):
         first.store.finish(1, over)
-    first.store.told()
+    first.store.join_status()
     first.store.begin(Taking(2, 2, 2), {0: state_at(2, 0)}, {})
     assert first.store.finish(2, _nothing)[0]
 

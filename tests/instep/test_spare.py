@@ -299,7 +299,7 @@ def test_mates_of_a_newcomer_may_wait_until_its_kernels_are_compiled(mates: tupl
     decision: Any = SimpleNamespace(
         epoch=3, at=7, grid={0: mates}, place=lambda me: (0, 0), peer_stores_by_slot=lambda grid: {}
     )
-    nothing: Any = SimpleNamespace(settled=lambda: None)
+    nothing: Any = SimpleNamespace(close_repeats=lambda: None)
     orphan = Orphan(session, HOOKS, progress, mine, nothing, nothing, nothing, at_launch=True)
     mine.take_up = lambda given: (mine.stand(0, 0), setattr(mine, "taken_up", given))  # type: ignore[method-assign, assignment]
     orphan.come_back(decision)

@@ -43,7 +43,7 @@ class Parts:
     def quiet(self, *args: object, **named: object) -> None:
         """What is of no interest here."""
 
-    pending = mark = inject = check = settle = stream = hold = fill = quiet
+    pending = mark = inject = check = finish_pass = stream = hold = fill = quiet
 
     # progress, assignment, orphan
     def begin(self) -> int:

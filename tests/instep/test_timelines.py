@@ -168,8 +168,8 @@ def played(join: Any, me: int, grid: LaunchGrid, committed: int) -> tuple[Planne
     )  # fmt: skip
     mine: Any = SimpleNamespace(me=me, grid=grid, replica=0, placed=True, lock=threading.Lock(), taken_up=None)
     hooks: Any = SimpleNamespace(checkpoints=lambda: ((), ()), log=lambda *_, **__: None, describe=lambda decision: {})
-    edges: Any = SimpleNamespace(look=lambda *_: (), told=lambda *_: None)
-    snapshots: Any = SimpleNamespace(told=dict, follow=lambda decision: None)
+    edges: Any = SimpleNamespace(look=lambda *_: (), record=lambda *_: None)
+    snapshots: Any = SimpleNamespace(join_status=dict, follow=lambda decision: None)
     where: Any = {"node": "a", "domains": (), "device": None, "peer_store": ""}
     return Planner(session, hooks, mine, edges, Rules(), snapshots=snapshots, **where), session
 

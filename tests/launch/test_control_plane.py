@@ -456,5 +456,5 @@ def test_a_launcher_whose_coordinator_has_ended_the_run_knows_it_whatever_it_has
         loop.run_once()
     loop.close()
     assert isinstance(agent.out, CoordinatorLost)
-    assert (agent.out.code, agent.out.told) == (code, True)
+    assert (agent.out.code, agent.out.reported) == (code, True)
     assert listener.fileno() == -1, "nobody else dials it in vain"

@@ -160,7 +160,7 @@ def test_it_is_known_how_a_process_is_being_ended(start: Start, then: str, code:
     worker.told.get(timeout=DEADLINE)
     end = ending(worker.pid)
     assert end.code in (code, None)  # None: the kernel does not tell yet, before Linux 5.17
-    assert not end.goes_on
+    assert not end.must_kill
     assert worker.process.wait(DEADLINE) == code
 
 
@@ -181,7 +181,7 @@ def test_a_process_that_goes_on_without_its_thread_is_killed_before_it_is_told_t
     worker.go()
     worker.told.get(timeout=DEADLINE)
     end = ending(worker.pid)
-    assert end == Ending(-signal.SIGKILL, goes_on=True)
+    assert end == Ending(-signal.SIGKILL, must_kill=True)
     assert not worker.has_gone
     fence(worker, end)
     assert worker.process.wait(DEADLINE) == -signal.SIGKILL
@@ -196,7 +196,7 @@ def test_a_process_that_goes_on_without_its_thread_is_killed_before_it_is_told_t
         ([("Z", 0x400004, 0, False)], Ending(0)),
         ([("D", 0x400004, 9, False)], Ending(-9)),
         ([], Ending(None)),
-        (3 * [("S", 0x400000, 0, False)], Ending(-9, goes_on=True)),
+        (3 * [("S", 0x400000, 0, False)], Ending(-9, must_kill=True)),
     ],
     ids=["SIGKILL pending", "exiting", "exiting soon", "zombie", "5.17", "reaped by a wrapper", "goes on"],
 )
@@ -252,14 +252,14 @@ def test_a_forked_child_neither_hides_the_death_of_a_worker_nor_tells_of_one(sta
     worker.told.get(timeout=DEADLINE)
 
 
-@pytest.mark.parametrize(("then", "goes_on"), [("sys.exit(3)", False), (EXEC, True)], ids=["ends", "goes on"])
-def test_a_wrapper_is_left_alone_when_its_worker_is_dying(start: Start, then: str, goes_on: bool) -> None:
+@pytest.mark.parametrize(("then", "must_kill"), [("sys.exit(3)", False), (EXEC, True)], ids=["ends", "goes on"])
+def test_a_wrapper_is_left_alone_when_its_worker_is_dying(start: Start, then: str, must_kill: bool) -> None:
     """It has more to do, and its exit code is the one that counts."""
     worker = start(then, wrapper=["sh", "-c", '"$@"; read line; exit 7', "sh"])
     worker.go()
     worker.told.get(timeout=DEADLINE)
     end = ending(worker.watch.holder)
-    assert end.goes_on is goes_on
+    assert end.must_kill is must_kill
     fence(worker, end)
     assert not worker.has_gone
     worker.go()
@@ -379,26 +379,25 @@ def test_a_coordinator_is_told_when_the_process_can_do_nothing_more_and_no_soone
     order: list[str] = []
     table = SimpleNamespace(fence=lambda worker, end: order.append("fence") or end.how, note=lambda *_: None)
     agent = SimpleNamespace(ended=lambda worker, how: order.append(how))
-    launcher = SimpleNamespace(
-        goes_on=lambda: True, _table=table, _control=SimpleNamespace(agent=agent), _console=SimpleNamespace(say=print)
-    )
+    launcher = SimpleNamespace(_table=table, _control=SimpleNamespace(agent=agent), _console=SimpleNamespace(say=print))
+    launcher.run_continues = lambda: True
     launcher._early, launcher.worker_dying = {}, lambda worker, end: Supervisor.worker_dying(launcher, worker, end)
     worker = WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1)
     Supervisor.worker_dying(launcher, worker, Ending(-9))
     assert order == ["fence", "SIGKILL"]
     said: list[object] = []
     table.note, launcher._console.say = (lambda number, note: said.append(note)), said.append
-    for end in (Ending(-6, writes_core=True), Ending(-9, goes_on=True)):
+    for end in (Ending(-6, writes_core=True), Ending(-9, must_kill=True)):
         Supervisor.worker_dying(launcher, worker, end)
     assert [str(text)[:10] for text in said] == ["writing a ", "worker 1 o", "killed: it", "worker 1 o"]
     order[2:] = []
     table.fence = Mock(side_effect=PermissionError)
     Supervisor.worker_dying(launcher, worker, Ending(-9))  # it may be running: it is not told to be dead
     table.fence = lambda worker, end: order.append("fence") or end.how
-    launcher.goes_on = lambda: False  # before the first plan, or at the end: the launcher has more to say of it then
+    launcher.run_continues = lambda: False  # before the first plan, or at the end
     Supervisor.worker_dying(launcher, worker, Ending(-9))
     assert order == ["fence", "SIGKILL"]
-    launcher.goes_on = lambda: True
+    launcher.run_continues = lambda: True
     for _ in range(2):  # the first plan has reached the worker, which then died, before it reaches the launcher
         Supervisor.epoch_formed(launcher)
     assert order == 2 * ["fence", "SIGKILL"]
@@ -473,7 +472,7 @@ def test_what_the_kernel_tells_of_a_dying_worker_is_told_with_its_end(monkeypatc
     table._handles = {n: SimpleNamespace(watch=SimpleNamespace(fence=lambda end: None)) for n in (1, 2)}
     workers = [WorkerProcess(n, 70 + n, "h", WorkerState.RUNNING, 0, n) for n in (1, 2)]
     assert table.fence(workers[0], Ending(-6)) == "SIGABRT, Xid 79"
-    assert table.fence(workers[1], Ending(-9, goes_on=True)) == "SIGKILL"  # it was this launcher
+    assert table.fence(workers[1], Ending(-9, must_kill=True)) == "SIGKILL"  # it was this launcher
 
 
 @pytest.mark.parametrize(("status", "words"), [(-11, "Fatal Python error: x"), (1, "RuntimeError: y")])

@@ -65,14 +65,14 @@ def test_a_launcher_of_node_0_that_is_started_once_more_finds_its_own_run_in_the
     die(first)
     again = lock(replace(MINE, nnodes=2, pid=102, run_id="second"), lines.append)
     assert "is in use by the other nodes of this run, which was started by recover-run with pid 100" in again.take()
-    assert again.goes_on
+    assert again.continued
     assert len(lines) == 1, "it says once that it waits"
     other = lock(replace(OTHER, nnodes=2))
     assert "by another run" in other.take()
-    assert not other.goes_on
+    assert not other.continued
     die(mate)
     assert again.take() is None
-    assert not again.goes_on
+    assert not again.continued
 
 
 def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_has(lock, monkeypatch):

@@ -406,7 +406,8 @@ def test_a_launcher_asks_its_coordinators_for_the_verdict_before_it_ends_them() 
 def test_a_launcher_lets_its_coordinator_write_how_the_run_has_ended_before_it_ends_it(tmp_path: Path) -> None:
     """The coordinator, here a shell, has told the launcher already."""
     loop, listener, log = EventLoop(), listen("127.0.0.1"), tmp_path / "log"
-    over, address = CoordinatorLost("no live worker is left", EXIT_NO_REPLICA, told=True), listener.getsockname()[:2]
+    over = CoordinatorLost("no live worker is left", EXIT_NO_REPLICA, reported=True)
+    address = listener.getsockname()[:2]
     wait = lambda seconds: None  # noqa: E731
     agent = SimpleNamespace(out=over, led=True, epoch=1, connected_to=address, catch_up=wait, wait_out=wait)
     start = lambda _: spawn(["/bin/sh", "-c", f"echo stop >{log}"], os.environ, 1, 2)  # noqa: E731

@@ -508,7 +508,7 @@ def test_a_node_0_that_is_lost_before_all_have_come_is_no_fault_of_the_launch(
 
 def test_a_launcher_of_node_0_that_comes_second_hears_of_the_run_from_the_others() -> None:
     """It ends by what node 1 has told its store, where a secret proves that."""
-    words = {"host": "h2", "nonce": "n", "count": 1, "goes_on": "10.0.0.1:7"}
+    words = {"host": "h2", "nonce": "n", "count": 1, "run_continues": "10.0.0.1:7"}
     for seal, code in ((SEAL, LEFT_OUT), (Seal(None), None)):
         told: list[tuple[object, ...]] = []
         events = SimpleNamespace(note="note", failed="failed")
@@ -521,19 +521,19 @@ def test_a_launcher_of_node_0_that_comes_second_hears_of_the_run_from_the_others
 def test_a_node_tells_another_launch_of_its_run_only_while_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(nnodes=2, node_rank=1, nproc_per_node=1, control_plane=True)
     job = {"nnodes": 2, "nproc_per_node": 1, "control_plane": True, "flags": codes(plan.flags), "attempt": 0}
-    for goes_on in (False, True):
+    for continues in (False, True):
         kept = Kept({PREFIX + "job": SEAL.wrap("job", "", {**job, "run_id": "another"})})
         monkeypatch.setattr(guest, "join_store", lambda *_, kept=kept, **__: kept)
-        node = Guest(plan, SEAL, SimpleNamespace(goes_on=lambda goes_on=goes_on: goes_on), pytest.fail)
+        node = Guest(plan, SEAL, SimpleNamespace(run_continues=lambda yes=continues: yes), pytest.fail)
         node._run_id, node._coordinators = "r", "10.0.0.1:7"
         assert node._find_again() is None
-        assert kept.check([PREFIX + "node/1"]) is goes_on
+        assert kept.check([PREFIX + "node/1"]) is continues
     words = SEAL.open("node/1", "another", kept.get(PREFIX + "node/1"))
-    assert words["goes_on"] == "10.0.0.1:7"
+    assert words["run_continues"] == "10.0.0.1:7"
     for flags, told in ((codes(plan.flags), True), (codes({"--lr": "other"}), False)):
         again = Kept({PREFIX + "job": SEAL.wrap("job", "", {**job, "run_id": "r2", "flags": flags, "attempt": 1})})
         monkeypatch.setattr(guest, "join_store", lambda *_, again=again, **__: again)
         said: list[tuple[object, ...]] = []
-        events = SimpleNamespace(goes_on=lambda: True, failed="failed")
+        events = SimpleNamespace(run_continues=lambda: True, failed="failed")
         assert Guest(plan, SEAL, events, lambda *words, said=said: said.append(words))._find_again() is None
         assert bool(said) is told, "no start of another training is joined by one that goes on"

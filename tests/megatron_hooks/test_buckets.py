@@ -47,7 +47,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
     buckets = Buckets([chunk], manager, 1)
     buckets.new_pass(again=False)
     buckets.ready(group)
-    buckets.settle()
+    buckets.finish_pass()
     assert torch.equal(gradients, SCALE * its_own)  # once
 
     ledger = buckets.gradients._parts[0][1].ledger
@@ -57,7 +57,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
     buckets.new_pass(again=True)
     assert torch.equal(gradients[4:], its_own[4:])
     gradients += 8  # the lost microbatches
-    buckets.settle()
+    buckets.finish_pass()
     saved.restore()
     assert torch.equal(gradients[:4], finished)
     assert torch.equal(gradients[4:], SCALE * (its_own[4:] + 8))
@@ -141,7 +141,7 @@ def test_a_shard_is_summed_by_the_step_alone_and_without_what_belongs_to_no_para
     assert set(buckets.tail) == {0, 1, 2, 3}
     buckets.new_pass(again=False)
     microbatches(pipeline, 3)
-    buckets.settle()
+    buckets.finish_pass()
     assert pipeline.outer == [False] * 3
     assert buffer.data.tolist() == [0, 3, 6, 9, 12, 0]
 
@@ -153,15 +153,15 @@ def test_another_pass_adds_to_what_the_shard_has(monkeypatch: pytest.MonkeyPatch
     buckets, pipeline = buckets_of(buffer, monkeypatch)
     buckets.new_pass(again=False)
     microbatches(pipeline, 2)
-    buckets.settle()
+    buckets.finish_pass()
     if not sharded:
         buffer.data[:6] = 7
     buckets.new_pass(again=True)
     if not sharded:
         assert buffer.data.tolist() == [0] * 12
     microbatches(pipeline, 1)
-    buckets.settle()
-    buckets.settle()
+    buckets.finish_pass()
+    buckets.finish_pass()
     assert buffer.get_shard_from_local_buffer().tolist() == [0, 3, 6, 9, 12, 0]
 
 

@@ -261,7 +261,7 @@ def torchs():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     manager = SimpleNamespace(view=SimpleNamespace(decision=SimpleNamespace(workers=[0])))
     try:
-        with Parts().told(manager):
+        with Parts().share_failures(manager):
             save({"x": b"x" * 100000}, storage_writer=Full(sys.argv[1]))
     except PartFailed as error:
         return str(error)
@@ -329,7 +329,7 @@ def test_who_cannot_write_its_part_ends_where_others_can_else_all(
         monkeypatch.setattr("torch.distributed.get_rank", lambda me=me: me)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
         monkeypatch.setattr("torch.distributed.all_gather_object", peers.all_gather_object)
-        with pytest.raises((PartFailed, EpochRevoked)) as raised, parts.told(peers.manager):
+        with pytest.raises((PartFailed, EpochRevoked)) as raised, parts.share_failures(peers.manager):
             raise peers.error
         if me in ends:
             assert isinstance(raised.value, PartFailed)

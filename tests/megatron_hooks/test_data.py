@@ -33,7 +33,7 @@ from recover_megatron.instep.decision import NON_PERSISTENT
 from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.megatron_hooks.checkpoint import resumed
 from recover_megatron.megatron_hooks.data import source as data
-from recover_megatron.megatron_hooks.data.source import Kept, LoaderKilled, Source, TaggedDataset, _reading
+from recover_megatron.megatron_hooks.data.source import Cyclic, LoaderKilled, Source, TaggedDataset, _reading
 from recover_megatron.megatron_hooks.gradients import microbatches
 from recover_megatron.megatron_hooks.gradients.microbatches import (
     ByNumber,
@@ -99,7 +99,7 @@ def resumes(
     micro: int = 2,
     sharded: bool = True,
     total: int = 98,
-) -> Kept:
+) -> Cyclic:
     """The order of a launch of ``ranks``, with the checkpoint arguments ``saved``."""
     args = SimpleNamespace(data_parallel_size=ranks, micro_batch_size=micro, dataloader_type="cyclic")
     args.data_sharding = sharded

@@ -432,7 +432,7 @@ def test_a_worker_that_lost_touch_at_the_start_leaves_the_word_to_whoever_knows_
     def wait_lost(workers: Sequence[int], timeout: float) -> bool:
         assert not shown
         if told:
-            raise CoordinatorLost("workers 3 were lost before the first plan", EXIT_NO_REPLICA, told=True)
+            raise CoordinatorLost("workers 3 were lost before the first plan", EXIT_NO_REPLICA, reported=True)
         return False
 
     shown: list[str] = []

@@ -254,7 +254,7 @@ def test_an_orphan_of_the_first_iteration_after_a_checkpoint_goes_on_as_the_othe
     orphan.state.begin()
     if updated:
         orphan.update()
-    orphan.state.settle()
+    orphan.state.finish_schedule()
     digest = orphan.state.digest()
     orphan.state.resume()
     assert orphan.state.digest() == digest
@@ -364,7 +364,7 @@ def test_what_is_left_out_of_a_batch_that_grows_counts_as_many_samples_as_megatr
     orphan.args.iterations_to_skip = (6, 7, 8)
     orphan.state.begin()
     orphan.update()
-    orphan.state.settle()
+    orphan.state.finish_schedule()
     orphan.state.resume()
     assert (orphan.args.curr_iteration, orphan.args.consumed_train_samples) == (8, 4 * BATCH + 10 + 10 + 20 + 20)
     assert orphan.args.skipped_train_samples == 10 + 20 + 20

@@ -329,7 +329,7 @@ class Script:
 
     def waited_for(self) -> None:
         """The first candidate takes what it sees for a stall."""
-        assert self.it.coordinators[0].lateness.stall.told
+        assert self.it.coordinators[0].lateness.stall.reported
 
     def admitted(self, *workers: str) -> None:
         assert [record["worker"] for record in self.it.logged("admitted")] == list(map(int, workers))
@@ -358,7 +358,7 @@ class Script:
         """It was told of the end of a run that had its first epoch."""
         launcher = self.it.members[f"node{node}"]
         assert isinstance(launcher.out, CoordinatorLost)
-        assert (launcher.out.code, launcher.out.told, launcher.last_epoch) == (int(code), True, 1)
+        assert (launcher.out.code, launcher.out.reported, launcher.last_epoch) == (int(code), True, 1)
 
     def none_out(self, *workers: str) -> None:
         assert Stage.OUT not in [self.it.worker(int(worker)).stage for worker in workers]
@@ -372,8 +372,8 @@ class Script:
 
     def stops(self, *stop: str) -> None:
         """``CODE REASON``: the run ended once, like this; nothing: it did not."""
-        told = [f"{record['code']} {record['reason']}" for record in self.it.logged("stop")]
-        assert told == [" ".join(stop)] * bool(stop)
+        reported = [f"{record['code']} {record['reason']}" for record in self.it.logged("stop")]
+        assert reported == [" ".join(stop)] * bool(stop)
 
     def ends(self, code: str, *words: str) -> None:
         """The run ended once, with this code, for a reason with these words in it."""
@@ -381,7 +381,7 @@ class Script:
         assert stop["code"] == int(code)
         assert " ".join(words) in stop["reason"]
 
-    def exceptions(self, *told: str) -> None:
+    def exceptions(self, *reported: str) -> None:
         """What the coordinators have logged of them, as ``WORKER:HOST:ITERATION:MICROBATCH:ERROR``."""
         fields = ("worker", "host", "iteration", "microbatch", "error")
-        assert [":".join(str(e[field]) for field in fields) for e in self.it.logged("exception")] == list(told)
+        assert [":".join(str(e[field]) for field in fields) for e in self.it.logged("exception")] == list(reported)

@@ -22,7 +22,7 @@ from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.detect import Judgement, WorkerProgress, apart, judge
 from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
 from recover_megatron.membership.io.lease import Lease
-from recover_megatron.membership.leadership import Standing, may_go_on, standing
+from recover_megatron.membership.leadership import Permission, may_go_on, permission
 from recover_megatron.membership.records import Formed, Presentation, Settings, presentation_to_wire
 from recover_megatron.membership.wire import Secret, read_secret_file
 from recover_megatron.network.connection import nonce
@@ -148,8 +148,8 @@ def test_with_a_lease_two_sides_never_both_have_enough_and_a_claim(
 ) -> None:
     ours, theirs = (base & side) - gone, base - side - gone
     if ours and theirs:
-        both = {standing(ours, [base], gone, slack), standing(theirs, [base], gone, slack)}
-        assert both in ({Standing.ENOUGH, Standing.TOO_FEW}, {Standing.CLAIM})
+        both = {permission(ours, [base], gone, slack), permission(theirs, [base], gone, slack)}
+        assert both in ({Permission.ENOUGH, Permission.TOO_FEW}, {Permission.CLAIM})
 
 
 @given(SETS, SETS, SETS, SETS, st.integers(0, 3))
@@ -158,19 +158,19 @@ def test_what_the_other_side_knows_of_the_dead_gives_it_no_claim_beside_those_th
 ) -> None:
     """``more``: deaths of its own that only the other side knows."""
     ours, theirs = (base & side) - gone, base - side - gone
-    if ours and theirs - more and standing(ours, [base], gone, slack) is Standing.ENOUGH:
-        assert standing(theirs - more, [base], gone | (more & theirs), slack) is Standing.TOO_FEW
+    if ours and theirs - more and permission(ours, [base], gone, slack) is Permission.ENOUGH:
+        assert permission(theirs - more, [base], gone | (more & theirs), slack) is Permission.TOO_FEW
 
 
 def test_either_of_two_nodes_that_has_a_worker_left_may_claim_where_the_slack_is_a_node_s_workers() -> None:
     base, slack = frozenset(range(16)), 7
     for left in range(1, 9):
         first, second = frozenset(range(left)), frozenset(range(8, 16))
-        assert standing(first, [first | second], frozenset(), slack) is Standing.CLAIM
-        assert standing(second, [first | second], frozenset(), slack) in (Standing.CLAIM, Standing.ENOUGH)
+        assert permission(first, [first | second], frozenset(), slack) is Permission.CLAIM
+        assert permission(second, [first | second], frozenset(), slack) in (Permission.CLAIM, Permission.ENOUGH)
     three = base | frozenset(range(16, 24))
-    assert standing(base, [three], frozenset(), slack) is Standing.ENOUGH
-    assert standing(frozenset(range(8)), [three], frozenset(), slack) is Standing.TOO_FEW
+    assert permission(base, [three], frozenset(), slack) is Permission.ENOUGH
+    assert permission(frozenset(range(8)), [three], frozenset(), slack) is Permission.TOO_FEW
 
 
 def claim(term: int, *members: int, epoch: int = 2, renew: bool = False) -> AskForLease:

@@ -278,7 +278,7 @@ def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -
     world = World(4)
     world.run_fairly(10)
     world.frozen |= {"w0", "w1", "w2"}
-    while not world.coordinators[0].lateness.stall.told:
+    while not world.coordinators[0].lateness.stall.reported:
         world.run_fairly(1)
     coordinator = world.coordinators[0]
     status = read(over_the_wire(coordinator.view(world.now), TO_MEMBER), "a:1")

@@ -474,9 +474,9 @@ TENSORS = [
 def changes(node: Holding, tensor, teams: Counts) -> int | None:
     """How many of a node's workers change position for these teams; None if it has not enough that can."""
     wanted = {position: count for group, count in zip(tensor, teams, strict=True) for position in group}
-    lacking = sum(max(0, count - node.standing[position]) for position, count in wanted.items())
+    lacking = sum(max(0, count - node.positioned[position]) for position, count in wanted.items())
     idle = sum(
-        min(node.standing[position] - node.bound[position], max(0, node.standing[position] - count))
+        min(node.positioned[position] - node.bound[position], max(0, node.positioned[position] - count))
         for position, count in wanted.items()
     )
     return lacking if lacking <= node.unbuilt + idle else None
@@ -522,27 +522,27 @@ def holdings(draw: st.DrawFn, bound: bool = False):
         # Hardly more workers than a team or two: nodes must then make way for each other.
         most = draw(st.sampled_from((2, 2, 2, 4))) + len(tensor[0])
         stand = draw(st.lists(st.integers(0, size - 1), min_size=len(tensor[0]) - 1, max_size=most))
-        standing = tuple(stand.count(position) for position in range(size))
-        bound_here = tuple(draw(st.integers(0, count)) if bound and count else 0 for count in standing)
-        nodes.append(Holding(standing, bound_here, draw(st.sampled_from((0, 0, 0, 1, 3)))))
+        positioned = tuple(stand.count(position) for position in range(size))
+        bound_here = tuple(draw(st.integers(0, count)) if bound and count else 0 for count in positioned)
+        nodes.append(Holding(positioned, bound_here, draw(st.sampled_from((0, 0, 0, 1, 3)))))
     return nodes, tensor, draw(st.integers(0, 4 if len(tensor) < 4 else 2))
 
 
-def standing(*workers: int) -> Holding:
+def positioned(*workers: int) -> Holding:
     return Holding(workers, (0,) * len(workers), 0)
 
 
 THREE_STEPS = [
-    standing(0, 1, 2, 0, 0, 0, 0, 1, 1),
-    standing(1, 0, 1, 1, 0, 1, 0, 0, 0),
-    standing(0, 0, 0, 1, 1, 0, 0, 0, 1),
+    positioned(0, 1, 2, 0, 0, 0, 0, 1, 1),
+    positioned(1, 0, 1, 1, 0, 1, 0, 0, 0),
+    positioned(0, 0, 0, 1, 1, 0, 0, 0, 1),
 ]
 FOUR_STEPS = [
-    standing(0, 0, 1, 0, 0, 0, 0, 0, 1, 1),
-    standing(0, 0, 0, 0, 1, 0, 0, 1, 0, 0),
-    standing(2, 0, 0, 0, 0, 0, 0, 0, 0, 1),
-    standing(0, 0, 0, 1, 0, 0, 0, 1, 0, 0),
-    standing(0, 1, 0, 0, 1, 0, 0, 0, 0, 0),
+    positioned(0, 0, 1, 0, 0, 0, 0, 0, 1, 1),
+    positioned(0, 0, 0, 0, 1, 0, 0, 1, 0, 0),
+    positioned(2, 0, 0, 0, 0, 0, 0, 0, 0, 1),
+    positioned(0, 0, 0, 1, 0, 0, 0, 1, 0, 0),
+    positioned(0, 1, 0, 0, 1, 0, 0, 0, 0, 0),
 ]
 
 

@@ -53,7 +53,7 @@ class AbortableWorks:
                         abandoned if the token is cancelled
         reduce-scatter  as a message, because its wait ignores a time limit (torch 2.13)
 
-    An abandoned operation keeps its tensors alive, and may write to them until ``settle`` has returned.
+    An abandoned operation keeps its tensors alive, and may write to them until ``quiesce`` has returned.
 
     The work of a receive for which no caller waits is also kept until then.  If it were freed in the middle of the
     message, gloo (torch 2.13) would neither read the remaining bytes nor notice the shutdown, and gloo's thread would
@@ -85,7 +85,7 @@ class AbortableWorks:
 
         return guarded
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Wait until no abandoned collective writes to its tensors, at most one second.
 
         Call this when gloo has closed the connections.  Until then a thread of gloo may still sum data that arrived

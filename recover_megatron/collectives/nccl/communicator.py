@@ -204,7 +204,7 @@ class Communicator:
 
     # ---- the end
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Ensure that NCCL runs no operation of the finished epoch.  Raises the errors of ``close``.
 
         If all operations of this member are over and believed, the communicator stays READY; otherwise it is closed.

@@ -68,9 +68,9 @@ class NcclNative(DeviceStream, NativeBackend):
         assert self._comm is not None
         self._comm.wait(operation)
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         if self._comm is not None:
-            self._comm.settle()
+            self._comm.quiesce()
         self.finish()
 
     def close(self) -> None:

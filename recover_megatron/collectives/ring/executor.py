@@ -156,8 +156,8 @@ class Ring(Executor[RingTask]):
         if self._runs and self._runs[0].over:
             self._finish_runs()
 
-    def settle(self) -> None:
-        self._transport.settle()
+    def quiesce(self) -> None:
+        self._transport.quiesce()
 
     def close(self) -> None:
         self._transport.close()

@@ -78,7 +78,7 @@ class Offer:
         self.chunk = chunk or CHUNK
         self.layout = layout_of(tensors[:shared], self.chunk)
         self.chunks = chunks_of([part.numel() for part in self._parts], shared, self.chunk)[0]
-        self.stands = True
+        self.valid = True
         self._lock = threading.Lock()
         self._connections = 0
         self._over = threading.Event()
@@ -127,7 +127,7 @@ class Offer:
 
         Idempotent.
         """
-        self.stands = False
+        self.valid = False
         self._parts = []
 
 
@@ -164,7 +164,7 @@ class Offers:
     def put(self, key: str, offer: Offer) -> Offer:
         """Publish ``offer`` under ``key``, which must not have been used before; return ``offer``."""
         with self._changed:
-            self._offers = {known: old for known, old in self._offers.items() if old.stands}
+            self._offers = {known: old for known, old in self._offers.items() if old.valid}
             self._offers[key] = offer
             self._changed.notify_all()
         return offer
@@ -190,7 +190,7 @@ class Offers:
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: key in self._offers, LOOK_SECONDS):
-                    if not self._offers[key].stands:
+                    if not self._offers[key].valid:
                         raise ConnectionResetError("the offer of the requested state was withdrawn")
                     return self._offers[key]
             if select.select([sock], [], [], 0)[0]:  # before the hello, only a closed connection becomes readable
@@ -227,7 +227,7 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
                 found = zlib.crc32(offer.text)
             else:
                 found = transport.send(offer.parts(number))
-            sock.sendall(TRAILER.pack(number, found, offer.stands))
+            sock.sendall(TRAILER.pack(number, found, offer.valid))
 
 
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:

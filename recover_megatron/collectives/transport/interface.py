@@ -6,7 +6,7 @@ predecessor, in order.  It is created for one epoch and never reused in another.
     open  --close()-->  closed
       '---abort(), from any thread-->  aborted --close()--> closed
 
-Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``.  Any thread may call
+Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``quiesce``.  Any thread may call
 ``abort`` at any time.
 
 In a column without Megatron, GPU gradients are summed through host memory (``StagedTransport``); the copies run on a
@@ -82,7 +82,7 @@ class Transport(Order, ABC):
     def abort(self) -> None:
         """Make ``wait`` raise ``EpochRevoked``; any thread may call this.
 
-        When ``settle`` has returned after ``abort``, the transport sends no more bytes.
+        When ``quiesce`` has returned after ``abort``, the transport sends no more bytes.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Transport(Order, ABC):
         awaits, and ``wait`` never returns.
         """
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Block until this transport does not read, write or send any tensor; called after an error."""
         return None
 
@@ -238,6 +238,6 @@ class StagedTransport(Transport):
         self._inner.finish()
         self._order.finish()
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def quiesce(self) -> None:
+        self._inner.quiesce()
         self._order.finish()

@@ -90,7 +90,7 @@ class Exchange:
                 self._together(self._assignment.epoch_groups, group, members, performed)
             except EpochRevoked:
                 self._orphan.stay()
-                self._settle(group, operation, members, performed)
+                self._resolve(group, operation, members, performed)
         self._announcements.over(group, operation)
 
     # ---- one operation
@@ -111,7 +111,7 @@ class Exchange:
             performed(backend, members)
             backend.call(lambda on: on.barrier(dist.BarrierOptions()))
 
-    def _settle(self, group: str, operation: str, members: Sequence[Slot], performed: _Performed) -> None:
+    def _resolve(self, group: str, operation: str, members: Sequence[Slot], performed: _Performed) -> None:
         """Finish an operation that the end of the epoch has interrupted: ask whether it is over, else repeat it."""
         assignment, orphan = self._assignment, self._orphan
         self._planner.ask()  # no effect if the epoch has ended
@@ -166,7 +166,7 @@ class Exchange:
         for leader in members[: members.index(me)]:
             answer = self._ask(peer_stores, leader, f"{name}/found", rendezvous)
             if answer == UNREACHED:
-                worker = self._assignment.standing[leader]
+                worker = self._assignment.occupants[leader]
                 self._edges.suspect([worker])
                 raise PeerLost(f"worker {worker} is alive but unreachable in an operation of {group}", unreachable=True)
             if answer != "left":
@@ -211,7 +211,7 @@ class Exchange:
         """Return the groups in which operations are repeated while ``rendezvous`` is open; create them if necessary."""
         if (known := self._announcements.repeating(rendezvous)) is not None:
             return known
-        self._announcements.settled()
+        self._announcements.close_repeats()
         assignment = self._assignment
         peer_stores = assignment.decision.peer_stores_by_slot(assignment.grid)
         repeats = EpochGroups(rendezvous, assignment.slot, self._comm_config, peer_stores)

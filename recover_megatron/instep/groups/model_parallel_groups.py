@@ -210,7 +210,7 @@ class ModelParallelGroups:
         latter."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut down, and that gloo may not have closed yet."""
-        self._settled = True
+        self._gloo_done = True
         self._groups: list[SwappableGroup] = []
         self._gloo: GlooGroups | None = None
         """The present groups over gloo, created by ``rebuild``; None: torch created the present groups at start-up."""
@@ -282,7 +282,7 @@ class ModelParallelGroups:
             # Shut the sockets before the token releases operations, whose tensors no later data may reach.
             self._shut |= shut(sockets)
             shut(self._mixed)
-            self._settled = False
+            self._gloo_done = False
             if gloo is not None:
                 gloo.abort()
                 self._shut |= gloo.shut
@@ -294,17 +294,17 @@ class ModelParallelGroups:
 
         Returns when no gloo thread writes to a tensor any more; terminates the process if gloo does not stop in time.
         """
-        self._settle()
+        self._await_gloo()
         with self._lock:
             leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.left()
 
-    def _settle(self) -> None:
+    def _await_gloo(self) -> None:
         with self._lock:
             closing, self._shut = self._shut, set()
-            settled, self._settled, guard = self._settled, True, self.guard
-        if settled:
+            gloo_done, self._gloo_done, guard = self._gloo_done, True, self.guard
+        if gloo_done:
             return
 
         def still_open(among: Iterable[int] | None = None) -> dict[int, Identity]:
@@ -314,7 +314,7 @@ class ModelParallelGroups:
         given_up = GivenUp()
         for _ in range(round(LEAVE_SECONDS / _PAUSE)):
             if not descriptors or given_up.over(descriptors):
-                guard.settle()
+                guard.quiesce()
                 return
             time.sleep(_PAUSE)
             descriptors = still_open(descriptors)

@@ -274,10 +274,10 @@ class Traffic:
         return group.among(self.recovery.assignment.live)
 
     @property
-    def standing(self) -> list[Slot]:
+    def occupied_slots(self) -> list[Slot]:
         """All slots that have a worker now, in the order of the ranks; empty before the first epoch."""
         recovery = self.recovery
-        return [] if recovery is None or not recovery.assignment.started else list(recovery.assignment.standing)
+        return [] if recovery is None or not recovery.assignment.started else list(recovery.assignment.occupants)
 
     @property
     def me(self) -> Slot:

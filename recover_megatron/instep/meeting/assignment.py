@@ -164,12 +164,12 @@ class Assignment:
         return self.slots_of(self.decision)[1]
 
     @property
-    def standing(self) -> dict[Slot, int]:
+    def occupants(self) -> dict[Slot, int]:
         """Slot -> worker in this slot.  As long as the decision is the same, this is the same object."""
         return self.slots_of(self.decision)[0]
 
     def slots_of(self, decision: Decision) -> tuple[dict[Slot, int], frozenset[Slot]]:
-        """Return ``standing`` and ``live`` of ``decision``; repeated calls for a decision return the same objects."""
+        """Return ``occupants`` and ``live`` of ``decision``; repeated calls for a decision return the same objects."""
         last = self._live
         if last is None or last[0] is not decision:
             slots = decision.slots(self.grid)
@@ -178,9 +178,9 @@ class Assignment:
 
     @property
     def staying(self) -> Mapping[Slot, int]:
-        """``standing`` without the replicas that leave at the next boundary."""
+        """``occupants`` without the replicas that leave at the next boundary."""
         gone = {worker for replica in self.decision.leaving for worker in self.decision.grid[replica]}
-        return {slot: worker for slot, worker in self.standing.items() if worker not in gone} if gone else self.standing
+        return {slot: worker for slot, worker in self.occupants.items() if worker not in gone}
 
     @property
     def placed(self) -> bool:
@@ -233,13 +233,13 @@ class Assignment:
         place = decision.place(self.me)
         assert place is not None
         self.shares.begin(decision)
-        before = self.standing if self.started else None
+        before = self.occupants if self.started else None
         self._close_groups()
         with self.lock:
             self.stand(*place)
             self.taken_up = decision
             self._epoch_groups = self._groups_of(decision, self.slot)
-        if self.standing != before:  # the columns have other members, so no communicator can be kept
+        if self.occupants != before:  # the columns have other members, so no communicator can be kept
             self._comm_config.communicators.close()
         self._end_if_over(decision)
 

@@ -81,7 +81,7 @@ class Edges:
         self._unreached = found & members()
         return tuple(sorted(self._unreached))
 
-    def told(self, decision: Decision, statuses: Mapping[int, JoinStatus], committed: int) -> None:
+    def record(self, decision: Decision, statuses: Mapping[int, JoinStatus], committed: int) -> None:
         state = [(worker, s.replica, s.position, s.ready, s.version) for worker, s in sorted(statuses.items())]
         now = decision.at, committed, state, decision.grid
         self.tries = self.tries + 1 if now == self._last else 0

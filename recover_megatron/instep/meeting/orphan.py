@@ -155,7 +155,7 @@ class Orphan:
         """Take this spare's place in ``decision``, and continue with decision number ``decision.at``."""
         with self._assignment.lock:
             self._spare = None
-        self._announcements.settled()
+        self._announcements.close_repeats()
         self._assignment.take_up(decision)
         if self._assignment.with_newcomers:
             self._progress.allow_first_decision()

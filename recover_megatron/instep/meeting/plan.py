@@ -18,9 +18,9 @@ from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import (
     HELD,
     Beyond,
+    CompleteSnapshot,
     Decision,
     JoinStatus,
-    Kept,
     Rollback,
     Rules,
     Timeline,
@@ -182,7 +182,7 @@ class _State:
     rollback: Rollback | None
     rebuild: Mapping[int, int]
     placement: Placement
-    in_memory: Kept | None
+    in_memory: CompleteSnapshot | None
     back_to: Rollback | None
     enough: int
     state_lost: str

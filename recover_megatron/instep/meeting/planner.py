@@ -136,7 +136,7 @@ class Planner:
             draining=self._draining,
             flags=self.own.given,
             code=self.own.code,
-            **self.snapshots.told(),
+            **self.snapshots.join_status(),
         )
         plan = self._session.join(status.to_json(), reason)
         statuses = self._of_the_same_program({int(worker): sent for worker, sent in plan.data["statuses"].items()})
@@ -154,7 +154,7 @@ class Planner:
             for node in sorted({*asked, *decision.undrained}):
                 self._session.answer_drain(node, decision.undrained.get(node, ""))
         self.snapshots.follow(decision)
-        self._edges.told(decision, statuses, plan.committed)
+        self._edges.record(decision, statuses, plan.committed)
         self._statuses = statuses
         note = explanation(decision, assignment.me, assignment.replica if assignment.placed else None, self._explained)
         if note != self._explained:
@@ -239,7 +239,7 @@ class Planner:
         if lost is None:
             self._session.ask("an operation of the epoch has failed", None)
             return
-        worker = None if lost.peer is None else assignment.standing.get(Slot(lost.peer))
+        worker = None if lost.peer is None else assignment.occupants.get(Slot(lost.peer))
         if worker is not None and lost.unreachable:
             self._edges.noticed(worker)
         elif lost.unreachable:

@@ -83,7 +83,7 @@ class Rendezvous:
             reason = why_out(decision, assignment.replica) or "a worker of its replica has no place any more"
             self._orphan.leave(reason)
             raise Orphaned(reason)
-        self._announcements.settled()
+        self._announcements.close_repeats()
         assignment.take_up(decision)
         assignment.wait_for_step(decision if decision.step and status.at != decision.at else None)
         self._hooks.planned(decision)
@@ -156,7 +156,7 @@ class Boundary:
         return decision.at == self._next and not decision.step and decision.version is None
 
 
-class Kept:
+class SavedInputs:
     """Copies of tensors that operations of the present section overwrote, so that the section can run again."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Sections:
     _rendezvous: Rendezvous
     kind: str = field(default="", init=False)
     """Kind of the present section, or of the last one."""
-    kept: Kept = field(default_factory=Kept, init=False)
+    kept: SavedInputs = field(default_factory=SavedInputs, init=False)
     """Copies of the inputs that operations of the present section overwrote."""
 
     def run(

@@ -16,8 +16,8 @@ from dataclasses import replace
 from recover_megatron.instep.decision import (
     HELD,
     MEMORY,
+    CompleteSnapshot,
     JoinStatus,
-    Kept,
     Rollback,
     Timeline,
     merged,
@@ -69,7 +69,7 @@ def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
     return f", and the checkpoints of iterations {', '.join(map(str, found))} could not be loaded"
 
 
-def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
+def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> CompleteSnapshot | None:
     """Return the newest snapshot that no worker failed to load and whose parts all have a holder; None: none exists.
 
     Snapshots of earlier timelines do not count.  (Workers that took part in a rollback report their older snapshots
@@ -84,10 +84,10 @@ def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
     spoiled = {iteration for status in statuses.values() for iteration, of in status.spoiled if of == timeline[0]}
     complete = (one for one, by_part in holders.items() if len(by_part) == one[2] and one[0] not in spoiled)
     newest = max(complete, default=None)
-    return None if newest is None else Kept(newest[0], holders[newest], newest[1])
+    return None if newest is None else CompleteSnapshot(newest[0], holders[newest], newest[1])
 
 
-def covered(kept: Kept | None, copies: Mapping[int, Sequence[int]]) -> bool:
+def covered(kept: CompleteSnapshot | None, copies: Mapping[int, Sequence[int]]) -> bool:
     """Return whether every worker that ``copies`` names for a part holds this part of ``kept``."""
     if kept is None or not copies:
         return not copies
@@ -103,7 +103,7 @@ def undone(statuses: Mapping[int, JoinStatus]) -> int:
 
 def target(
     statuses: Mapping[int, JoinStatus],
-    memory: Kept | None = None,
+    memory: CompleteSnapshot | None = None,
     held: int | None = None,
     seen: int = 0,
     committed: int = 0,

@@ -58,8 +58,8 @@ class Shards:
 
     def adopt(self) -> None:
         """Set the layouts at launch: every worker has the shard that Megatron assigned to it, and no shadow."""
-        standing = self._assignment.standing
-        self.take_up({column: self._layout_with(column, 0, standing) for column in self._columns})
+        occupants = self._assignment.occupants
+        self.take_up({column: self._layout_with(column, 0, occupants) for column in self._columns})
 
     def take_up(self, layouts: Mapping[Column, AnyLayout]) -> None:
         """Use ``layouts`` from now on, even if some workers in these are lost."""
@@ -80,8 +80,8 @@ class Shards:
 
     def planned(self) -> None:
         """Record a new epoch, in which slots may have other workers, and some workers may have lost their place."""
-        standing = set(self._assignment.standing.values())
-        self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - standing
+        occupants = set(self._assignment.occupants.values())
+        self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - occupants
         self._cuts.clear()
 
     def stale(self) -> bool:
@@ -116,14 +116,14 @@ class Shards:
         found = map(_from_json, value["layouts"])
         return dict(zip(self._columns, found, strict=True)), frozenset(value["gone"])
 
-    def _layout_with(self, column: Column, shadows: int, standing: Mapping[Slot, int]) -> AnyLayout:
+    def _layout_with(self, column: Column, shadows: int, occupants: Mapping[Slot, int]) -> AnyLayout:
         if self._instances > 1:
             slots = self._columns[column]
             shards = len(slots) // self._instances
-            return Instances(tuple(tuple(map(standing.get, slots[shard::shards])) for shard in range(shards)))
-        order = [standing[slot] for slot in column if slot in standing]
+            return Instances(tuple(tuple(map(occupants.get, slots[shard::shards])) for shard in range(shards)))
+        order = [occupants[slot] for slot in column if slot in occupants]
         stride = self._stride(column, order) if shadows else 1
-        return parts.layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
+        return parts.layout_of([occupants.get(slot) for slot in self._columns[column]], order, shadows, stride)
 
     def _stride(self, column: Column, order: Sequence[int]) -> int:
         """Return the distance, in members of the ring ``order``, between copies of a shard; cached for later steps."""
@@ -140,7 +140,7 @@ class Shards:
     @property
     def live(self) -> frozenset[int]:
         """Workers that have had a place since the layouts were made, so that their shards are up to date."""
-        return frozenset(self._assignment.standing.values()) - self._gone
+        return frozenset(self._assignment.occupants.values()) - self._gone
 
     def lost(self) -> list[int]:
         """Return the units (named by owner) whose state no live worker has."""
@@ -162,8 +162,8 @@ class Shards:
         to which the sums are sent, too.
         """
         if (column, numel) not in self._cuts:
-            standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
-            members = [standing[slot] for slot in column if slot in standing]
+            occupants, live, layout = self._assignment.occupants, self.live, self._layouts[column]
+            members = [occupants[slot] for slot in column if slot in occupants]
             spans = [[Span(*part) for part in owned] for owned in parts.chunks(layout, members, live, numel)]
             self._cuts[column, numel] = spans, parts.hops(layout, members, live)
         return self._cuts[column, numel]
@@ -191,7 +191,7 @@ class Shards:
         tree.  Every worker offers all its data before it fetches any, so workers cannot wait for each other in a cycle.
         Raises ``EpochRevoked``; then the received data is incomplete.
         """
-        slots = {worker: slot for slot, worker in self._assignment.standing.items()}
+        slots = {worker: slot for slot, worker in self._assignment.occupants.items()}
         me, came, offers = self._assignment.me, 0, dict[int, Offer]()
         other = me
         try:

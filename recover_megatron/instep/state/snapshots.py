@@ -1,12 +1,13 @@
 """Snapshots in the host memory of one worker: of its own state, and of states of workers in other failure domains.
 
-    begin(V)   in a thread: copy the own state, compute check sums, offer the copy to another worker; fetch other states
-    copied     wait until the memory passed to begin(V) may be written again
-    finish     wait until all parts for this worker have arrived intact  --on all workers--> settle: V is complete
-    begin(V')  overwrite all snapshots except the newest complete one, V, which is kept until V' is complete
-    told       report the parts to the epoch that this worker joins; abandon parts that have not arrived
-    follow     adopt a plan, which says which snapshot is complete; after a rollback, drop snapshots that are invalid
-    load       for a rollback: return a part from the own copy or from any holder; every chunk is checked
+    begin(V)       in a thread: copy the own state, compute check sums, offer the copy to another worker; fetch others
+    copied         wait until the memory passed to begin(V) may be written again
+    finish         wait until all parts for this worker have arrived intact
+    mark_complete  called when ``finish`` has returned on all workers: V is complete
+    begin(V')      overwrite all snapshots except the newest complete one, V, which is kept until V' is complete
+    join_status    report the parts to the epoch that this worker joins; abandon parts that have not arrived
+    follow         adopt a plan, which says which snapshot is complete; after a rollback, drop invalid snapshots
+    load           for a rollback: return a part from the own copy or from any holder; every chunk is checked
 
 A snapshot part is the tree that a newcomer receives (`state_holder`), with a check sum for each chunk.
 """
@@ -28,7 +29,7 @@ from recover_megatron.collectives.state.holder import Offer, gpu_of
 from recover_megatron.collectives.state.receiver import Receiver
 from recover_megatron.collectives.state.trees import Place, flatten, new_memory
 from recover_megatron.errors import Disagreement, InStepError
-from recover_megatron.instep.decision import Decision, Kept, Snapshot, SnapshotName, Taking
+from recover_megatron.instep.decision import CompleteSnapshot, Decision, Snapshot, SnapshotName, Taking
 from recover_megatron.instep.faults import Spoiled
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.state.snapshot_parts import Copy, apart, checks_of, room, wrong_chunks
@@ -88,7 +89,7 @@ class _Job:
 
 @dataclass(eq=False)
 class SnapshotStore:
-    """Snapshots that one worker holds.  Called by the main thread; ``told`` and ``follow`` also by a spare's thread."""
+    """Snapshots that one worker holds.  A spare's thread calls ``join_status`` and ``follow`` only."""
 
     _comm_config: CommunicationConfig
     _inject: Callable[[str, int | None], None]
@@ -120,7 +121,7 @@ class SnapshotStore:
 
     # ---- with the epochs
 
-    def told(self) -> dict[str, Any]:
+    def join_status(self) -> dict[str, Any]:
         """Return the snapshot fields of this worker's ``JoinStatus``; no part is added until the next plan."""
         with self._lock:
             self._over = self._epoch
@@ -308,7 +309,7 @@ class SnapshotStore:
             stay()
         return job.whole, job.seconds
 
-    def settle(self) -> None:
+    def mark_complete(self) -> None:
         """Mark the last begun snapshot as complete; call it after all workers have reported that ``finish``
         succeeded."""
         assert self._job is not None
@@ -317,7 +318,7 @@ class SnapshotStore:
 
     # ---- a snapshot is loaded
 
-    def load(self, part: int, kept: Kept, stay: Callable[[], None]) -> tuple[Any, int]:
+    def load(self, part: int, kept: CompleteSnapshot, stay: Callable[[], None]) -> tuple[Any, int]:
         """Return the state of snapshot part ``part``, and the number of bytes received from other workers.
 
         If no holder has an intact copy, raises ``Spoiled`` if some copy is corrupted, else ``PeerLost`` or
@@ -346,7 +347,7 @@ class SnapshotStore:
             self._spoiled.add((kept.iteration, self._of))
         raise Spoiled("; ".join(map(str, errors)))
 
-    def _bad(self, what: str, part: int, kept: Kept) -> Spoiled:
+    def _bad(self, what: str, part: int, kept: CompleteSnapshot) -> Spoiled:
         found = Spoiled(f"{what} of part {part} of the snapshot after iteration {kept.iteration} are corrupted")
         log.warning(str(found))
         return found

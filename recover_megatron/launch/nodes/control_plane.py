@@ -289,13 +289,13 @@ class ControlPlane:
         return self.agent.epoch > 0 and self.agent.out is None
 
     @property
-    def told(self) -> bool:
+    def end_reported(self) -> bool:
         """Return whether a coordinator has reported the end of the run.
 
         If False, a code of ``verdict`` only means that no coordinator was reached.
         """
         out = self.agent.out
-        return isinstance(out, CoordinatorLost) and out.told
+        return isinstance(out, CoordinatorLost) and out.reported
 
     @property
     def reason(self) -> str:
@@ -307,7 +307,7 @@ class ControlPlane:
     def missed(self) -> bool:
         """Return whether the coordinator has ended the run because workers are missing."""
         out = self.agent.out
-        return isinstance(out, CoordinatorLost) and out.told and out.by is None and out.code == EXIT_NO_REPLICA
+        return isinstance(out, CoordinatorLost) and out.reported and out.by is None and out.code == EXIT_NO_REPLICA
 
     # --- waiting ---
 
@@ -380,7 +380,7 @@ class ControlPlane:
         """
         connected_to = self.agent.connected_to
         candidate = self._candidates.get(connected_to) if connected_to is not None else None
-        if self.told and candidate is not None:
+        if self.end_reported and candidate is not None:
             candidate.wait(2 * self._settings.heartbeat_timeout + 1)
 
     def stopped(self) -> None:

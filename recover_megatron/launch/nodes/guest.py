@@ -326,13 +326,13 @@ class Guest:
             job = self._look(store, "job", "")
             if job is None or job["run_id"] == self._run_id:
                 return store if job is not None else None
-            goes_on = self._events.goes_on()
-            if goes_on and _disagreement(self._plan, job) is not None:
+            run_continues = self._events.run_continues()
+            if run_continues and _disagreement(self._plan, job) is not None:
                 return None  # another training has the port of the lost node 0
             if int(job["attempt"]) > self._plan.attempt:
                 without = tuple(map(int, job.get("without", ())))
                 self._tell(self._events.failed, "node 0 starts the launch again", START_AGAIN, without)
-            elif self._plan.control_plane and goes_on:
+            elif self._plan.control_plane and run_continues:
                 self._report_the_run(store, str(job["run_id"]))
         except (ConnectionRefusedError, RuntimeError):
             return None
@@ -344,7 +344,7 @@ class Guest:
         with self._lock:
             self._count += 1
             message = {"host": self._message["host"], "nonce": self._message["nonce"], "count": self._count}
-            notice = {**message, "goes_on": self._coordinators}
+            notice = {**message, "run_continues": self._coordinators}
             store.set(PREFIX + key, self._seal.wrap(key, run_id, notice))
         store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 

@@ -217,7 +217,7 @@ class Host:
 
     def _newcomer(self, rank: int, message: dict[str, Any]) -> bool:
         plan = self._plan
-        if (coordinators := message.get("goes_on")) is not None and self._seal.proves:
+        if (coordinators := message.get("run_continues")) is not None and self._seal.proves:
             why = f"node {rank} on host {message['host']} has workers in the run of an earlier launcher of node 0"
             return self._end(continues_without(plan, why, str(coordinators)), LEFT_OUT)
         if reason := message.get("refusal"):

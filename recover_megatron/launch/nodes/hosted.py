@@ -50,7 +50,7 @@ class Shared:
     lease: Path | None
     """Path of the lease; None: the run has none."""
     slack: int
-    """Largest difference between the numbers of workers of two nodes; see ``leadership.standing``."""
+    """Largest difference between the numbers of workers of two nodes; see ``leadership.permission``."""
     witness: Scope | None
     """Witness, which confirms to this candidate which nodes are off; None for candidates added during the run."""
     witnessed: bool

@@ -37,7 +37,7 @@ def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
 
 
 def slack_of(plan: LaunchPlan) -> int:
-    """Return the largest difference between the numbers of workers of two live nodes (``leadership.standing``)."""
+    """Return the largest difference between the numbers of workers of two live nodes (``leadership.permission``)."""
     return plan.nproc_per_node - 1 + plan.spares
 
 

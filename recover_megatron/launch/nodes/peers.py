@@ -143,7 +143,7 @@ class PeerEvents(Protocol):
     def stop_with_peers(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None:
         """Stop this node's workers and exit with ``code``; ``without``: for START_AGAIN, the nodes to leave out."""
 
-    def goes_on(self) -> bool:
+    def run_continues(self) -> bool:
         """Return whether the run is under way with workers of this node; may be called in any thread."""
 
     def store_failed(self, reason: str) -> None:
@@ -188,7 +188,7 @@ class Peers:
         # These callbacks of NodeEvents are implemented by other methods or other objects.
         self.note, self.delivered = self._say, self._stop_waiting
         self.coordinators, self.failed = self._events.start_control_plane, self._events.stop_with_peers
-        self.store_failed, self.goes_on = self._events.store_failed, self._events.goes_on
+        self.store_failed, self.run_continues = self._events.store_failed, self._events.run_continues
         self._seal = Seal(secret)
         self._store: Store | None = None  # this reference keeps the server alive
         self._guest = Guest(plan, self._seal, self, self._tell)
@@ -236,7 +236,7 @@ class Peers:
         if self.joined and not self._store_lost and 0 not in self._gone:
             self._tell_failure(reason, code, without)
 
-    def settle(self) -> None:
+    def wait_until_notified(self) -> None:
         """Wait up to FAILURE_SECONDS until the other nodes have been notified of ``fail``; call it before the exit."""
         until = time.monotonic() + FAILURE_SECONDS
         for thread in self._telling:
@@ -280,12 +280,12 @@ class Peers:
             return
         self._store_lost = True
         plan = self._plan
-        goes_on = (
+        notice = (
             f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is lost: its launcher ended or its host "
             f"is lost ({reason}); the workers here continue, but cannot use the store any more"
         )
         self._launcher_lost(
-            f"node 0 (its launcher ended or its host is lost: {reason})", "" if self._waiting else goes_on
+            f"node 0 (its launcher ended or its host is lost: {reason})", "" if self._waiting else notice
         )
 
     def store_back(self) -> None:
@@ -300,8 +300,8 @@ class Peers:
     def node_lost(self, node_rank: int) -> None:
         silent = "its launcher has been silent for too long"
         self._lost.add(node_rank)
-        goes_on = f"node {node_rank} is lost: {silent}; not waiting for it"
-        self._launcher_lost(f"node {node_rank} ({silent})", goes_on, node=node_rank)
+        notice = f"node {node_rank} is lost: {silent}; not waiting for it"
+        self._launcher_lost(f"node {node_rank} ({silent})", notice, node=node_rank)
         self._node_ended(node_rank)
 
     def node_back(self, node_rank: int) -> None:

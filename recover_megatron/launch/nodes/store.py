@@ -230,7 +230,7 @@ class NodeEvents(Protocol):
     def accepted(self, run_id: str) -> None: ...  # node 0 has admitted this node
     def store_lost(self, reason: str) -> None: ...  # the store of node 0 is lost or unreachable
     def store_back(self) -> None: ...
-    def goes_on(self) -> bool: ...  # True if the run is under way with workers of this node
+    def run_continues(self) -> bool: ...  # True if the run is under way with workers of this node
     def delivered(self) -> None: ...  # this node's report is in the store, or the store is lost
 
 

@@ -6,7 +6,7 @@
        '--its stderr reports a fatal signal---------> POLLED --it writes a core---------> DYING
                                                              '--the mutex is released--> DYING
 
-A worker is DYING once the kernel has sent SIGKILL to each of its threads; otherwise (``Ending.goes_on``) the launcher
+A worker is DYING once the kernel has sent SIGKILL to each of its threads; otherwise (``Ending.must_kill``) the launcher
 sends SIGKILL before it reports the death.  docs/membership.md explains why this counts as a death, and which
 actions must still wait for the pidfd.
 """
@@ -41,7 +41,7 @@ class Ending:
     reported only when the process has ended."""
     writes_core: bool = False
     """True if the kernel writes the process's memory to a core before it frees the memory, which may take minutes."""
-    goes_on: bool = False
+    must_kill: bool = False
     """True if the process is not dying, and must be killed: it has executed another program, or a bug has ended its
     death-notice thread."""
 
@@ -66,7 +66,7 @@ def ending(pid: int) -> Ending:
             return Ending(os.waitstatus_to_exitcode(status))
         if exiting:
             return Ending(None)
-    return Ending(-signal.SIGKILL, goes_on=True)
+    return Ending(-signal.SIGKILL, must_kill=True)
 
 
 def writes_core(pid: int) -> Ending | None:

@@ -94,7 +94,7 @@ class FolderLock:
     """
 
     folder: Path
-    mine: Claim  # describes this launcher and its run
+    own: Claim  # describes this launcher and its run
     say: Callable[[str], None]  # logs warnings
     option: str = "--log-dir"
     """Flag of the command line that names the folder."""
@@ -103,7 +103,7 @@ class FolderLock:
     held: bool = field(default=False, init=False)
     run_id: str = field(default="", init=False)
     """Id of the run for which the folder is held."""
-    goes_on: bool = field(default=False, init=False)
+    continued: bool = field(default=False, init=False)
     """True if this launcher of node 0 was started again while other nodes continue its run and hold the folder."""
     _found_free: bool = field(default=False, init=False)
     _without: bool = field(default=False, init=False)
@@ -128,7 +128,7 @@ class FolderLock:
 
     def end(self, code: int | None, reason: str) -> None:
         """Record the end of the run that this launcher created; ``code`` None: a new start follows.  Raises OSError."""
-        if self.held and (claim := self._read()) and claim.is_by(self.mine):
+        if self.held and (claim := self._read()) and claim.is_by(self.own):
             self._write(replace(claim, ended=True, code=code, reason=reason[:LONGEST_REASON]))
 
     def look(self) -> str | None:
@@ -157,41 +157,41 @@ class FolderLock:
         while True:
             with self._look() as (free, claim):
                 # If this launcher repeats its start, a node lost in the previous start may hold the lock for long.
-                repeated_start = claim is not None and claim.ended and claim.code is None and claim.is_by(self.mine)
+                repeated_start = claim is not None and claim.ended and claim.code is None and claim.is_by(self.own)
                 if free or repeated_start:
-                    self._claim(self.mine, claim)
-                    self.goes_on = False
+                    self._claim(self.own, claim)
+                    self.continued = False
                     return None
             # If node 0's launcher was started again, other launchers of the earlier run end soon, or continue that run.
-            self.goes_on = bool(claim and not claim.ended and claim.job == self.mine.job and self.mine.nnodes > 1)
-            patience = 2 * ENDING_SECONDS if self.goes_on else ENDING_SECONDS if claim and claim.ended else 0.0
+            self.continued = bool(claim and not claim.ended and claim.job == self.own.job and self.own.nnodes > 1)
+            patience = 2 * ENDING_SECONDS if self.continued else ENDING_SECONDS if claim and claim.ended else 0.0
             if time.monotonic() >= begun + patience:
                 return self._in_use(claim)
-            if self.goes_on and not announced:
+            if self.continued and not announced:
                 announced = True
                 self.say(f"{self._in_use(claim)}: waiting up to {patience:g} s for the run to end")
             time.sleep(_LOOK_SECONDS)
 
     def _check(self) -> str | None:
         with self._look() as (free, claim):
-            fits = claim and (claim.nnodes, claim.master_port) == (self.mine.nnodes, self.mine.master_port)
+            fits = claim and (claim.nnodes, claim.master_port) == (self.own.nnodes, self.own.master_port)
         return None if free or fits else self._in_use(claim)
 
     def _join(self, own_id: str) -> str | None:
         with self._look() as (free, claim):
-            joined = claim if claim and not claim.ended and claim.job == self.mine.job else None
+            joined = claim if claim and not claim.ended and claim.job == self.own.job else None
             self._found_free = joined is None
             self.run_id = joined.run_id if joined else own_id
         return None if free or joined else self._in_use(claim)
 
     def _share(self, run_id: str) -> str | None:
         with self._look() as (free, claim):
-            if self._found_free and claim and not claim.ended and claim.job == self.mine.job:
+            if self._found_free and claim and not claim.ended and claim.job == self.own.job:
                 run_id = claim.run_id  # another joining launcher has claimed the folder since ``join``
             if claim and claim.run_id == run_id:
                 self.held, self.run_id = True, run_id
             elif free:
-                self._claim(replace(self.mine, run_id=run_id), claim)
+                self._claim(replace(self.own, run_id=run_id), claim)
         return None if self.held else self._in_use(claim)
 
     @contextlib.contextmanager
@@ -241,7 +241,7 @@ class FolderLock:
 
     def _in_use(self, claim: Claim | None) -> str:
         user = claim.in_words() if claim else "another launch"
-        if self.goes_on:
+        if self.continued:
             return f"{self.option} {self.folder} is in use by the other nodes of this run, which was started by {user}"
         fix = "choose another folder, or wait until that run has ended"
         return f"{self.option} {self.folder} is in use by another run ({user}): {fix}"
@@ -277,7 +277,7 @@ class SecretFile:
     def write(self, secret: str) -> None:
         """Write the file.  It exists when this method returns, unless the disk fails or is too slow."""
         self.writing.submit(lambda: _write_secret(self._path, secret), 1)
-        self.writing.settle()
+        self.writing.wait_done()
 
     def remove(self) -> None:
         """Remove the secret file of this launch or of an earlier launch."""
@@ -349,7 +349,7 @@ class WorkersFile:
         self._latest = (run_id, {worker.worker_id: asdict(worker) for worker in workers})
         if self.writing.left < 2:  # at most one job that writes now, and one that will write the latest state
             self.writing.submit(self._write, 1)
-        self.writing.settle()
+        self.writing.wait_done()
 
     def _write(self) -> None:
         (run_id, own), path = self._latest, self._folder / WORKERS_FILE

@@ -206,7 +206,7 @@ class LogFile(LogWriter):
             data = b"\n" + data
         self._last = (source, data.endswith(b"\n"))
         self.put(data)
-        self.settle()
+        self.wait_done()
 
     def _open(self, path: Path) -> int:
         """Open the log, after renaming the log of an earlier run; called in the writer's thread."""

@@ -158,7 +158,7 @@ class WorkerTable:
         Raises OSError if SIGKILL cannot be sent; the caller must not report the death then.
         """
         self._handles[worker.worker_id].watch.fence(end)
-        if end.goes_on:
+        if end.must_kill:
             self._killed.add(worker.worker_id)
         if end.code is not None:
             self._ask_kernel(worker, end.code)

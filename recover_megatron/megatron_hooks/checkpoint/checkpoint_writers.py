@@ -274,8 +274,8 @@ class Parts:
     """Exchange of errors in the parts of a checkpoint, on one worker.
 
     If a part cannot be written, Megatron reports to all workers only that some part is missing.  Only the planning
-    worker learns which worker failed, and no worker learns the error.  With ``told`` all workers learn both.  If some
-    workers have written their parts, the failed workers exit, and the other workers write the checkpoint again.
+    worker learns which worker failed, and no worker learns the error.  With ``share_failures`` all workers learn both.
+    If some workers have written their parts, the failed workers exit, and the others write the checkpoint again.
     """
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class Parts:
         return retrieve_write_results
 
     @contextmanager
-    def told(self, manager: Manager) -> Iterator[None]:
+    def share_failures(self, manager: Manager) -> Iterator[None]:
         """Context in which a failed part raises ``PartFailed`` on the workers that failed, and makes them exit.
 
         The other workers wait for these exits, which raise ``EpochRevoked`` there.  If no worker could write, all

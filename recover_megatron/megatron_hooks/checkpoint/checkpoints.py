@@ -98,7 +98,7 @@ class Checkpoints:
         """Folder of the present attempt -> final folder, to which it is renamed."""
         self._under_way: list[UnderWay] = []
         """The pending checkpoints, oldest first."""
-        self._settled = 0
+        self._reconciled = 0
         """The last epoch in which the workers compared their pending checkpoints."""
         self._lost = False
         """True if any worker has abandoned the last asynchronous checkpoint."""
@@ -137,7 +137,7 @@ class Checkpoints:
                 manager.inject("checkpoint")
                 if begun:  # parts that the last attempt wrote must not count as parts of this attempt
                     self._abandon(manager)
-                self._settle(manager)
+                self._reconcile(manager)
                 if not self._under_way:
                     checkpoint_writers.without_lost_sockets()
                 begun = True
@@ -148,7 +148,7 @@ class Checkpoints:
                 try:
                     # After a loss other workers write the lost workers' parts, so Megatron must plan each save again.
                     replan = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
-                    with self._groups.in_section(), replan, self._parts.told(manager):
+                    with self._groups.in_section(), replan, self._parts.share_failures(manager):
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
                         self._publish(manager, self._folders)
@@ -185,12 +185,12 @@ class Checkpoints:
 
             def run() -> Any:
                 written.clear()
-                self._settle(manager)
+                self._reconcile(manager)
                 if self._lost and self._again is not None and self._again[0] == manager.view.iteration:
                     return _LOST
                 finalized: UnderWay | None = None
                 try:
-                    with self._groups.in_section(), self._parts.told(manager):
+                    with self._groups.in_section(), self._parts.share_failures(manager):
                         result = original(*args, **kwargs)
                     while len(self._under_way) > _calls():
                         finalized = self._under_way.pop(0)
@@ -216,7 +216,7 @@ class Checkpoints:
 
         return maybe_finalize_async_save
 
-    def _settle(self, manager: Manager) -> None:
+    def _reconcile(self, manager: Manager) -> None:
         """Abandon all workers' pending checkpoints if these differ between workers, or lack a lost worker's part.
 
         All workers call this method at the start of a section; it does its work in the first section of an epoch.  If
@@ -224,12 +224,12 @@ class Checkpoints:
         checkpoint.  Raises ``EpochRevoked``.
         """
         view = manager.view
-        if view.epoch == self._settled:
+        if view.epoch == self._reconciled:
             return
         same, lost = self._fingerprint(view.decision.workers), float(self._lost)
         highest, lowest, lost = view.groups.most([same, -same, lost], tuple(sorted(view.live)))
         same_for_all = highest == -lowest and highest >= 0
-        self._settled, self._lost = view.epoch, bool(lost) or not same_for_all
+        self._reconciled, self._lost = view.epoch, bool(lost) or not same_for_all
         if not same_for_all:
             self._abandon(manager)
             # The next attempt removes the abandoned folders, so wait until no writer of any worker uses them.

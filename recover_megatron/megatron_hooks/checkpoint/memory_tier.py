@@ -28,7 +28,7 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.state.trees import flatten
 from recover_megatron.errors import Disagreement, UserError
-from recover_megatron.instep.decision import Decision, Kept, Rollback, Taking
+from recover_megatron.instep.decision import CompleteSnapshot, Decision, Rollback, Taking
 from recover_megatron.instep.faults import Spoiled
 from recover_megatron.instep.manager import Manager
 from recover_megatron.logger import get_logger
@@ -115,7 +115,7 @@ class MemoryTier:
         missing, cost, behind, each = self._most(float(not whole), self._cost, behind, each)
         self._met = time.monotonic()
         if not missing:
-            store.settle()
+            store.mark_complete()
             seconds = {"waited": round(cost, 6), "behind": round(behind, 6)}
             self._manager.log("snapshot", epoch=decision.epoch, after=store.newest, seconds=seconds)
             if not self.every and each > 0:
@@ -229,7 +229,7 @@ class MemoryTier:
         shards, workers = tree["own"]["shards"], tree["workers"]
         return restored(self._sharded, shards, workers, view.grid.size, lambda part: self._part(part, kept))
 
-    def _part(self, part: int, kept: Kept) -> Any:
+    def _part(self, part: int, kept: CompleteSnapshot) -> Any:
         view = self._manager.view
         groups = view.groups
         try:

@@ -237,7 +237,7 @@ class TrainingState:
                 f"after loading the received state the optimizer's settings are {here}, but the sender's are {there}"
             )
 
-    def settle(self) -> None:
+    def finish_schedule(self) -> None:
         """Advance the learning rate schedule to the parameters' iteration, if the loop was interrupted before that."""
         if self._done:
             self._loop.schedule(self.counters, int(not self._skipped))

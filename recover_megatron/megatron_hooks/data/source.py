@@ -80,7 +80,7 @@ class Source:
     microbatch.  ``consumed``: samples that the run has consumed.  ``order``: gives the samples of a microbatch.
     """
 
-    def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order | Kept) -> None:
+    def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order | Cyclic) -> None:
         self.size = size
         """Number of samples in a microbatch."""
         self._order = order
@@ -329,7 +329,7 @@ class _Numbered(torch.utils.data.Dataset):
         return {**self._loader.microbatch(number), SAMPLE: torch.tensor([number])}
 
 
-class Kept:
+class Cyclic:
     """Order of samples with --dataloader-type cyclic, for the number of data-parallel ranks of the run's first launch.
 
     The number of these ranks is read from Megatron's arguments (`resumed.SHUFFLED_FOR`) at each use: a worker that
@@ -403,7 +403,7 @@ def _external(loader: Any, consumed: int) -> Source:
     return Source(numbered, size, consumed, ByNumber(size))
 
 
-def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
+def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Cyclic:
     args, size, kind = get_args(), sampler.micro_batch_size, type(sampler).__name__
     if kind == "MegatronFullValidationSampler":
         return InTurn(len(dataset), args.data_parallel_size)
@@ -416,7 +416,7 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
         )
     if not getattr(args, resumed.SHUFFLED_FOR, 0):
         setattr(args, resumed.SHUFFLED_FOR, args.data_parallel_size)
-    order = Kept(len(dataset), size, sharded=sampler.data_sharding)
+    order = Cyclic(len(dataset), size, sharded=sampler.data_sharding)
     if (theirs := resumed.sharded_before(sampler.data_sharding)) != sampler.data_sharding and order.is_in_epoch(
         consumed
     ):

@@ -235,7 +235,7 @@ class FaultTolerance:
 
     def _ended_by(self, error: BaseException) -> NoReturn:
         manager = self._training.manager if self._training.begun else None
-        started = manager is not None and manager.view.started
+        begun = manager is not None and manager.view.started
         for kind, code in ((NoReplica, EXIT_NO_REPLICA), (StateLost, EXIT_STATE_LOST), (UnknownOperation, 1)):
             if isinstance(error, kind):
                 self._end(code, f"the run ends: {error}")
@@ -248,7 +248,7 @@ class FaultTolerance:
         if isinstance(error, Fenced):
             _end(EXIT_FENCED, f"worker {self._me} was evicted, and the run continues without it: {error}")
         if isinstance(error, CoordinatorLost):
-            if error.told and error.by is None and error.code == EXIT_NO_REPLICA and not (started or self._newcomer):
+            if error.reported and error.by is None and error.code == EXIT_NO_REPLICA and not (begun or self._newcomer):
                 self._wait_to_be_ended()
             self._end(error.code, f"the run ends for worker {self._me}: {error}")
         # After a loss in the replica, an orphan's main thread may raise any error.
@@ -256,9 +256,9 @@ class FaultTolerance:
             self._be_spare(manager, error)
         if broken := is_of_device(error):
             exit_soon()
-        if isinstance(error, EndedEarly) and not started:
+        if isinstance(error, EndedEarly) and not begun:
             _end(1, f"worker {self._me} exits: {error}; the output above may show the reason")
-        connection_ended = not started and (is_communication(error) or isinstance(error, torch.distributed.DistError))
+        connection_ended = not begun and (is_communication(error) or isinstance(error, torch.distributed.DistError))
         if connection_ended:
             self._wait_to_be_ended()
         text = "".join(traceback.format_exception(error))
@@ -269,7 +269,7 @@ class FaultTolerance:
             # The failure is not this worker's fault, so the run may be restarted.
             lost = "lost its connection to another worker before the training began"
             _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
-        if started:
+        if begun:
             assert manager is not None
             view = manager.view
             self._session.report_exception(

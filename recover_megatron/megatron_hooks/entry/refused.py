@@ -408,7 +408,7 @@ def refuse_unadjusted(args: argparse.Namespace) -> list[str]:
 
 
 @functools.cache
-def say(settled: Adjusted) -> None:
-    """Log the change ``settled`` once, on rank 0."""
+def say(adjusted: Adjusted) -> None:
+    """Log the change ``adjusted`` once, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        log.info(f"with --recover, {settled}")
+        log.info(f"with --recover, {adjusted}")

@@ -114,7 +114,7 @@ class FsdpBuckets:
                     self._before[number] = self._shards[number].clone()
                     buffer.data.zero_()
 
-    def settle(self) -> None:
+    def finish_pass(self) -> None:
         """Finish the pass: afterwards every shard holds the values to sum."""
         for number, before in self._before.items():
             self._shards[number].add_(before)
@@ -169,7 +169,7 @@ class FsdpBuckets2:
         ]
         self._parts: list[tuple[Column, torch.Tensor]] = [(outer, one.main_grad.local_buffer) for one in self._groups]
         self._padding = [list(version2.padding(one.main_grad)) for one in self._groups]
-        self._unsettled: set[int] = set()
+        self._unfinished: set[int] = set()
         """Numbers of the shards that are not complete yet in the present pass."""
         for number, group in enumerate(self._groups):
             group.reduce_partial_gradients = self._inside_alone(number)(group.reduce_partial_gradients)
@@ -198,15 +198,15 @@ class FsdpBuckets2:
 
     def new_pass(self, *, again: bool) -> None:
         """Mark all shards incomplete at the start of a pass over the model.  ``again`` is ignored."""
-        self._unsettled = set(range(len(self._groups)))
+        self._unfinished = set(range(len(self._groups)))
 
-    def settle(self) -> None:
+    def finish_pass(self) -> None:
         """Finish the pass: afterwards every shard holds the values to sum."""
-        for number in list(self._unsettled):
-            self._settle(number)
+        for number in list(self._unfinished):
+            self._finish_bucket(number)
 
-    def _settle(self, number: int) -> None:
-        self._unsettled.discard(number)
+    def _finish_bucket(self, number: int) -> None:
+        self._unfinished.discard(number)
         shard = self._parts[number][1]
         for span in self._padding[number]:
             shard[span.start : span.stop] = 0
@@ -216,14 +216,14 @@ class FsdpBuckets2:
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:
-                if self._marks_last and number not in self._unsettled:
+                if self._marks_last and number not in self._unfinished:
                     raise Disagreement(
                         f"a gradient of parameter group {number} arrived after the gradient that Megatron had marked "
                         "as the group's last; this worker stops before the step is committed"
                     )
                 original(partial_grad, False)
                 if self._marks_last and is_last_microbatch:
-                    self._settle(number)
+                    self._finish_bucket(number)
                     self.gradients.ready(number)
 
             return reduce_partial_gradients

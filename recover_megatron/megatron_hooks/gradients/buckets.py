@@ -91,7 +91,7 @@ class Buckets:
         """The different columns over which a step sums its buckets and the tail."""
         self._parts = parts
         self.committed = False
-        self._settled: set[int] = set()
+        self._finished: set[int] = set()
 
     def knows(self, group: Any) -> bool:
         """Return whether ``group`` is one of the bucket groups of this worker's model."""
@@ -112,7 +112,7 @@ class Buckets:
 
     def ready(self, group: Any) -> None:
         """Scale the buckets of ``group``, which have all gradients of this pass, and allow the step to sum them."""
-        self._settle(group)
+        self._finish_group(group)
         for number in self._number[id(group)]:
             self.gradients.ready(number)
 
@@ -132,22 +132,22 @@ class Buckets:
         """
         for group in self._groups:
             group.per_param_grad_ready_counts = {}
-            if again and id(group) in self._settled:
+            if again and id(group) in self._finished:
                 for bucket in group.buckets:
                     number = self.number(bucket)
                     if self._factors[number] != 1.0:
                         self.gradients.divide_local(number, self._factors[number])
-        self._settled.clear()
+        self._finished.clear()
 
-    def settle(self) -> None:
+    def finish_pass(self) -> None:
         """Finish the pass: scale the buckets for which Megatron has not called ``start_grad_sync``."""
         for group in self._groups:
-            if id(group) not in self._settled:
-                self._settle(group)
+            if id(group) not in self._finished:
+                self._finish_group(group)
 
-    def _settle(self, group: Any) -> None:
+    def _finish_group(self, group: Any) -> None:
         """Copy gradients of ``group`` that are outside the buffer into it, make Megatron's checks, and scale all."""
-        self._settled.add(id(group))
+        self._finished.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):
                 if getattr(param, "main_grad_copy_in_grad_buffer", None) is not None:

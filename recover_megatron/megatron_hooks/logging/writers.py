@@ -99,7 +99,7 @@ class Stub:
             self._call(method, args, kwargs)
         self._kept.clear()
         self._call("flush", (), {})
-        self._background.settle()
+        self._background.wait_done()
 
     def rest(self) -> None:
         """Stop writing, and close the writer, because another worker is the last rank now.
@@ -125,7 +125,7 @@ class Stub:
         args, kwargs = tuple(map(_copy, args)), {name: _copy(value) for name, value in kwargs.items()}
         if self._writing:
             self._call(method, args, kwargs)
-            self._background.settle()
+            self._background.wait_done()
             return
         now, iteration = time.monotonic(), self._iteration()
         kept = self._kept
@@ -256,7 +256,7 @@ class ProgressLog:
             when, job = f"{datetime.now():%Y-%m-%d %H:%M:%S}", os.environ.get("SLURM_JOB_ID", "")
             words = (when, f"Job ID: {job}", f"# GPUs: {get_args().world_size}", string)
             file.put("\t".join(words).encode() + b"\n")
-            file.settle()
+            file.wait_done()
             return None
 
         return append_to_progress_log
@@ -266,7 +266,7 @@ class ProgressLog:
             if (save := get_args().save) is None or dist.get_rank() != 0:
                 return
             try:
-                self._opened(save).settle()
+                self._opened(save).wait_done()
                 original(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  a failed log writer must not end the run
                 if not self._warned:

@@ -136,7 +136,7 @@ class Rejoin:
             state.version = None
         if state.version is None:
             state.make_room()
-        state.settle()
+        state.finish_schedule()
         digest = "" if state.version is None else state.digest()
         view = self._manager.view
         log.info(f"worker {view.worker} is ready for position {view.position}")

@@ -104,11 +104,11 @@ class MegatronTrainer:
         # compute time, both for hang detection and in the seconds per microbatch that --recover-balance uses.
         self._parts.wait_for_device()
 
-    def settle(self) -> None:
+    def finish_pass(self) -> None:
         buckets = self._parts.buckets
         if buckets.overlap is not None:
             buckets.overlap.complete_all()  # required before the next update, even if this worker ran no microbatch
-        buckets.settle()
+        buckets.finish_pass()
 
     def extras(self) -> torch.Tensor:
         """Return the values that the step's tail sums (see the module's docstring): float64, flat, on the host.

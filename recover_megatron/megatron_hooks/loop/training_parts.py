@@ -192,10 +192,10 @@ class TrainingParts:
             self.complete()
             self.open_rings()  # concurrently with the transfer of states
         self.places.at_boundary()
-        self._settle()
+        self._repartition()
         if self.sharded is not None and manager.view.verifying and not manager.view.joining_next:
             self.sharded.verify()
-            self._settle()
+            self._repartition()
         self.memory.at_boundary()
 
     def open_rings(self) -> None:
@@ -207,12 +207,12 @@ class TrainingParts:
         self._services.finish_saves()  # before the rendezvous, because only the workers that began a save can finish it
         self.complete()
         if self._manager.view.decision.leaving:
-            self._settle()  # before the rendezvous, because leaving workers may be the only holders of some state
+            self._repartition()  # before the rendezvous, because leaving workers may be the only holders of some state
 
     def before_checkpoint(self) -> None:
         """Complete the parameters and shards of this worker; called before the section that writes a checkpoint."""
         self.complete()
-        self._settle()
+        self._repartition()
 
     def saving(self) -> AbstractContextManager[None]:
         """Return the context of a checkpoint write.  The caller enters it once, even if the section is repeated."""
@@ -223,7 +223,7 @@ class TrainingParts:
         if self.sharded is not None:
             self.sharded.complete()
 
-    def _settle(self) -> None:
+    def _repartition(self) -> None:
         """Repartition a sharded optimizer's state over the present workers, if necessary."""
         if self.sharded is not None and self.sharded.due():
             self.sharded.renew()

@@ -248,7 +248,7 @@ class Follower:
             case "stop":
                 self.last_epoch = message["epoch"]
                 self.presentation.left |= from_runs(message.get("left", []))
-                self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by"), told=True))
+                self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by"), reported=True))
             case "lead" if message["term"] >= self.presentation.term:
                 self._follow(message["term"])
             case "revoke" if message["term"] >= self.presentation.term:

@@ -298,7 +298,7 @@ class NodeAgent:
 
     def run_over(self, code: int, what: str) -> None:
         """End this session, because a candidate on this node has ended the run with exit code ``code`` (``what``)."""
-        self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, told=True))
+        self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, reported=True))
 
     def catch_up(self, timeout: float | None = None) -> None:
         """Wait at most ``timeout`` seconds until all messages that the coordinator has sent so far have arrived."""

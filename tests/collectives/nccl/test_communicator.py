@@ -68,7 +68,7 @@ class Member:
         threading.Timer(0.02, self.token.cancel, ["a test ends the epoch"]).start()
         with pytest.raises(EpochRevoked):
             wait()
-        self.communicator.settle()
+        self.communicator.quiesce()
 
     def gathered(self) -> list[float]:
         output = torch.zeros(2)
@@ -119,7 +119,7 @@ def test_a_member_that_is_out_of_the_run_aborts_nothing_that_is_under_way() -> N
     member.all_gather(torch.zeros(2), torch.ones(1))
     member.token.cancel("a test ends the epoch")
     with pytest.raises(Fenced):
-        member.communicator.settle()
+        member.communicator.quiesce()
     assert "abort" not in member.library.core.calls
     member.token.all_heard = lambda: None
 
@@ -146,7 +146,7 @@ def test_an_error_that_nccl_reports_is_a_lost_peer_and_nothing_is_believed(
     output = torch.zeros(2)
     with pytest.raises(PeerLost, match="error 6"):
         both[0].communicator.wait(both[0].all_gather(output, torch.ones(1)))
-    both[0].communicator.settle()
+    both[0].communicator.quiesce()
     assert both[0].communicator.state is State.CLOSED
     assert both[0].communicator.operations == 1
 
@@ -157,7 +157,7 @@ def test_an_error_that_is_told_before_anything_was_launched_ends_the_communicato
     member.communicator.handle._error = 6
     with pytest.raises(PeerLost, match="error 6"):
         member.all_gather(torch.zeros(2), torch.ones(1))
-    member.communicator.settle()
+    member.communicator.quiesce()
     assert member.communicator.state is State.CLOSED
 
 
@@ -225,7 +225,7 @@ def test_nobody_aborts_a_communicator_whose_owner_is_busy_elsewhere(monkeypatch:
     monkeypatch.setattr(tested, "STUCK", 0.01)
     member, _ = members(double())
     member.token.cancel("the epoch is over")
-    member.communicator.settle()
+    member.communicator.quiesce()
     member.communicator.release()
     eventually(lambda: not guards(), "the guard has ended")
     assert member.communicator.state is State.READY
@@ -248,6 +248,6 @@ def test_the_double_knows_illegal_calls() -> None:
 
 
 def test_an_old_nccl_is_refused_with_what_to_do() -> None:
-    with pytest.raises(UserError, match=r"NCCL 2\.26\.5; 2\.27\.0 or later"):
+    with pytest.raises(UserError, match=r"NCCL 2\.26\.5, .* 2\.27\.0 or later"):
         checked(double((2, 26, 5)))
     assert checked(double((2, 27, 7)))

@@ -79,7 +79,7 @@ class Crew:
             if worker in waiting:
                 all_gather(communicator, self.streams[worker], torch.zeros(communicator.size), torch.ones(1))
             token.cancel("a test ends the epoch")
-            communicator.settle()
+            communicator.quiesce()
             self.keepers[worker].give(communicator)
 
         list(self.pool.map(lambda used: end(*used), self.used))
