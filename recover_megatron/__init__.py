@@ -1,8 +1,8 @@
 """recover_megatron: resilient pre-training for Megatron-LM, and a library for other training loops.
 
-If GPUs die in the middle of a step, the surviving workers finish the step, with exactly the same microbatches.
-docs/architecture.md shows the layers, and the six files to read first.  docs/instep.md follows one gradient through the
-layers.
+If GPUs die in the middle of a step, the surviving workers finish the step, with the same microbatches as without
+deaths.  docs/architecture.md shows the layers, and the six files to read first.  docs/instep.md follows one gradient
+through the layers.
 
 ``ElasticDataParallel``, ``StepResult`` and ``run`` are the library (docs/integrate.md).  Importing this package imports
 neither torch nor Megatron; they are imported when one of these three names, or a module that needs them, is first used.

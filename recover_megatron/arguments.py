@@ -83,7 +83,7 @@ def listed_domains(text: str) -> dict[str, str]:
 def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the names of this host's failure domains, separated by commas; ``text``: value of ``--recover-domain``.
 
-    Raises UserError if the file that it names is invalid or has no line for this host.
+    Raises UserError if ``text`` names a file that is invalid or has no line for this host.
     """
     if not text.startswith("@"):
         return text
@@ -155,15 +155,15 @@ class RecoverConfig:
     )
     heartbeat_timeout: float = option(
         5.0,
-        "evict a host that has sent no heartbeat for S seconds; at least twice the interval",
+        "evict a host that has sent no heartbeat for S seconds; S must be at least twice the interval",
         metavar="S",
         check=seconds_above_0,
-        docs="raise it if the network or hosts stall for seconds. At least twice the interval",
+        docs="raise it if the network or hosts stall for seconds",
     )
     hang_timeout: float = option(
         60.0,
-        "evict a worker that has made no progress for S seconds while other workers wait for it; at least the "
-        "heartbeat timeout",
+        "evict a worker that has made no progress for S seconds while other workers wait for it; S must not be "
+        "below the heartbeat timeout",
         metavar="S",
         check=seconds_above_0,
         docs="[timeouts](operations.md#timeouts)",
@@ -210,7 +210,7 @@ class RecoverConfig:
         metavar="N",
         check=at_least(1),
         docs="if fewer replicas are not worth their cost: the run then ends with exit code 10. Replicas that the live "
-        "workers can still form count, too. At most the number of replicas at launch",
+        "workers can still form count, too. N cannot exceed the number of replicas at launch",
     )
     inject: str | None = option(
         None,
@@ -226,7 +226,7 @@ class RecoverConfig:
     )
     spares: int = option(
         0,
-        "start N additional workers on the last node, which wait to take the place of a worker that dies; that node "
+        "on the last node, start N additional workers, which wait to take the places of dead workers; that node "
         "needs N additional devices",
         metavar="N",
         check=at_least(0),
@@ -239,8 +239,8 @@ class RecoverConfig:
         "spares",
         metavar="N",
         check=at_least(0),
-        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#let-the-run-grow)). At most the number "
-        "of microbatches of an iteration. Give it to every launcher",
+        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#let-the-run-grow)). N cannot exceed the "
+        "number of microbatches of an iteration. Give it to every launcher",
     )
     allow_cross_node_tp: bool = option(
         False,
@@ -306,7 +306,7 @@ class RecoverConfig:
         False,
         "accept flags that are implemented, but partly untested because they need a GPU or Transformer Engine; "
         "otherwise the run refuses these flags",
-        docs="if a refusal names this flag. Before you trust the run, compare a run with deaths to a run without",
+        docs="if a refusal names this flag. Before you trust the run, compare a run with deaths to one without deaths",
     )
 
     may_differ: str = option(
@@ -376,7 +376,7 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
 
 
 def problems(config: RecoverConfig) -> list[str]:
-    """Return one message for each invalid value in ``config``, with the values that are valid; empty: all are valid."""
+    """Return one message for each invalid value in ``config``, which also names the valid values."""
     found = checked(config, FLAGS)
     interval, timeout, hang = config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout
     if timeout < 2 * interval:

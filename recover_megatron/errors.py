@@ -19,7 +19,7 @@ from recover_megatron.variables import JOIN_VARIABLE, SPARE_VARIABLE
 EXIT_USAGE = 2
 """Exit code of a process that refuses to start the run; argparse uses the same code."""
 EXIT_OWN_FAULT = 1
-"""Exit code of a worker that failed for a reason of its own; its launcher may start a replacement."""
+"""Exit code of a worker that failed by its own fault; its launcher may start a replacement."""
 
 
 class UserError(Exception):

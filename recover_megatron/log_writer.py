@@ -50,15 +50,15 @@ Job = Callable[[], object]
 class BackgroundWriter:
     """Queue of jobs that write to a file, and a thread that runs the jobs in their order.
 
-    ``what``: name of the file for messages; ``say``: logs a message, called in any thread; ``most_bytes``: size of the
-    queue.
+    ``what``: name of the file for messages; ``say``: function that logs a message, in any thread; ``most_bytes``: size
+    of the queue.
     """
 
     def __init__(self, what: str, say: Say = log.warning, most_bytes: int = MOST_BYTES) -> None:
         self._what = what
         self._say = say
         self._most_bytes = most_bytes
-        self._jobs: deque[tuple[int, Job]] = deque()  # the first job is running
+        self._jobs: deque[tuple[int, Job]] = deque()  # the thread runs the first job
         self.left = 0
         """Number of bytes in the queue, which are not in the file yet."""
         self._done = 0
@@ -241,8 +241,9 @@ def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
 class LogWriter(BackgroundWriter):
     """Background writer that appends lines to one file; the first line opens the file.
 
-    ``opening``: opens the file in the thread, and returns its descriptor.  It is called again if the file was removed,
-    was moved by a log rotation, or was lost by its server.  ``gap(n)``: the text to write in place of n dropped lines.
+    ``opening``: function that opens the file, in the thread, and returns its descriptor.  It is called again if the
+    file was removed or was moved by a log rotation, and after an error other than a full disk.  ``gap(n)``: the text to
+    write in place of n dropped lines.
     """
 
     head = b""
@@ -324,8 +325,8 @@ class LogWriter(BackgroundWriter):
     def _is_elsewhere(self, descriptor: int) -> bool:
         """Return whether the open file was removed or moved, so that the path must be opened again.
 
-        After ``close``, returns False for a moved file: the last lines go to it, because a new file at the path may
-        belong to another writer.
+        After ``close``, returns False for a moved file, so that the last lines are written to the moved file: a new
+        file at the path may belong to another writer.
         """
         info = os.fstat(descriptor)
         try:
@@ -349,7 +350,7 @@ def flush_all(files: Iterable[BackgroundWriter], seconds: float = FLUSH_SECONDS)
 
 
 def why_not_used(folder: Path) -> str:
-    """Return why files cannot be created in ``folder``, as text; empty: they can.  Creates the folder."""
+    """Create ``folder``; return why files cannot be created there, or an empty text if they can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -47,7 +47,8 @@ class LineFormat:
     def line(self, line: bytes, stream: str, now: float) -> bytes:
         """Return ``line``, which has no newline at its end, in the format iso or json.
 
-        ``now``: unix seconds.  A message of several lines is one object in json; in iso each of its lines has the time.
+        ``now``: unix seconds.  A message of several lines is one object in json; in iso each line of the message begins
+        with the time.
         """
         time_ = iso(now)
         if not self._json:

@@ -30,7 +30,7 @@ class Option:
     help: str
     """Text for ``--help``, without the default."""
     name: str = ""
-    """Flag with its dashes; empty: derived from the field's name."""
+    """Flag with its dashes; empty if the field's name determines the flag."""
     short: str = ""
     metavar: str | None = None
     """Placeholder of the value in ``--help``, which also shows the unit: S for seconds, N for a number."""
@@ -39,7 +39,7 @@ class Option:
     environment: str = ""
     """Environment variable that is read if the flag is not given."""
     default_text: str | None = None
-    """Text that describes the default in ``--help``; None: show the value; empty: show nothing, ``help`` names it."""
+    """Text that describes the default in ``--help``; None to show the value, empty if ``help`` describes it."""
     docs: str = ""
     """Text for the docs' table of flags, in Markdown: when to change the flag, and where to read more."""
 
@@ -74,7 +74,7 @@ class Flag:
 
     @property
     def default_in_words(self) -> str:
-        """Text that describes the default in ``--help``; empty: show nothing."""
+        """Text that describes the default in ``--help``; empty if none is shown."""
         if self.option.default_text is not None:
             return self.option.default_text
         return "" if self.switch or self.default is None else str(self.default)
@@ -146,7 +146,7 @@ def seconds_from_0(value: float) -> None:
 
 
 def at_least(minimum: int, maximum: int | None = None) -> Check:
-    """Return a check that accepts integers from ``minimum`` to ``maximum``, both included; None: no maximum."""
+    """Return a check that accepts integers of at least ``minimum`` and at most ``maximum``, if it is not None."""
 
     def check(value: int) -> None:
         if value < minimum or (maximum is not None and value > maximum):

@@ -1,8 +1,8 @@
 """Protection of a run from operations over replicas that one worker calls while no other worker takes part.
 
-Such an operation must not stop the run.  It is stopped, depending on its caller:
+Such an operation must not stop the run.  The effect depends on its caller:
 
-a signal handler                        the worker ends by that signal, as if the program had set no handler
+a signal handler                        the signal terminates the worker, as if the program had set no handler
 a thread except the training thread     ``OutOfTurn`` is raised in the thread; the training continues
 
 A signal handler interrupts the main thread at an arbitrary place of the training.  Other workers are at other places,
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 _running: list[int] = []
 """Signals whose handlers run in the main thread now; the innermost handler's is last."""
 _trainer: threading.Thread | None = None
-"""The training thread; None: it is unknown, so operations in any thread are allowed."""
+"""The training thread; None if it is unknown, so that operations in any thread are allowed."""
 
 
 class OutOfTurn(InStepError):
@@ -109,7 +109,7 @@ def begin() -> None:
             signal=functools.wraps(set_handler)(lambda number, handler: _plain(set_handler(number, _watched(handler)))),
             getsignal=functools.wraps(handler_of)(lambda number: _plain(handler_of(number))),
         )
-        if threading.current_thread() is threading.main_thread():  # only this thread can set handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
             for number in signal.valid_signals():
                 if (handler := signal.getsignal(number)) is not _watched(handler):
                     signal.signal(number, handler)
@@ -134,7 +134,7 @@ def keep_in_turn(describe: Callable[[], str], *, threads: bool) -> None:
 def _end_by(number: int, operation: str) -> NoReturn:
     name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
     log.error(
-        f"{operation} in a handler of {name}, where no other worker takes part in it: this worker ends by {name}, as "
+        f"{operation} in a handler of {name}, where no other worker takes part in it: {name} ends this worker, as "
         "if no handler were set. For a checkpoint and an exit of all workers, train with --exit-signal-handler and "
         "send the signal to all workers"
     )

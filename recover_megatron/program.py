@@ -107,7 +107,7 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _path(module: Any) -> str:
-    """Return the path of a module's file; empty: it has none.
+    """Return the path of a module's file; an empty text if it has none.
 
     Reads only ``__dict__``, because attribute access makes some modules import other modules.
     """

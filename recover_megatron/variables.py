@@ -18,17 +18,17 @@ COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
 SECRET_VARIABLE = "RECOVER_SECRET"
 SECRET_FILE_VARIABLE = "RECOVER_SECRET_FILE"
 NODE_VARIABLE = "RECOVER_NODE_AGENT"
-"""Name of the node agent, that is the launcher, of this worker's node; not set: the node has no node agent."""
+"""Name of the node agent (the launcher) of this worker's node; not set if the node has no node agent."""
 NODE_NAME_VARIABLE = "RECOVER_NODE_NAME"
 """Name of this worker's node; the same for all workers on a host."""
 HOST_VARIABLE = "RECOVER_HOST"
-"""Address at which other nodes reach this worker's node; not set: the run has one node."""
+"""Address at which other nodes reach this worker's node; not set if the run has one node."""
 WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
-"""Id of this worker; not set: the rank is the worker id."""
+"""Id of this worker; if not set, the rank is the worker id."""
 JOIN_VARIABLE = "RECOVER_JOIN"
-"""1: this worker is a newcomer, not a worker of the launch."""
+"""Set to 1 if this worker is a newcomer, not a worker of the launch."""
 SPARE_VARIABLE = "RECOVER_SPARE"
-"""1: this newcomer is a spare that was started at launch."""
+"""Set to 1 if this newcomer is a spare that was started at launch."""
 REPLACED_VARIABLE = "RECOVER_REPLACED"
 """Set to any value if the launcher may start replacements for lost workers."""
 LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
@@ -69,7 +69,7 @@ class Variable:
     why: str
     """Reason for the treatment, as text for the user."""
     value: str | None = None
-    """Value that recovery sets; None: it removes the variable or, with ``DEFAULT``, computes a value for the run."""
+    """Value that recovery sets; if None, it removes the variable or, with ``DEFAULT``, computes a value for the run."""
     fine: tuple[str, ...] = ("", "0")
     """Values, in upper case, that recovery leaves unchanged."""
 
@@ -78,8 +78,8 @@ TABLE = (
     Variable(
         ("TORCH_GLOO_LAZY_INIT",),
         Rule.OVERRULED,
-        "gloo would open a group's connections only in its first operation; to abort a group, recovery must find its "
-        "connections when it is created",
+        "gloo would open a group's connections only in its first operation; recovery can only "
+        "abort a group if it has found the connections when the group was created",
     ),
     Variable(
         ("TORCH_DISTRIBUTED_DEBUG",),
@@ -178,7 +178,7 @@ def overrule(environ: MutableMapping[str, str]) -> list[str]:
 
 
 def refusals(environ: Mapping[str, str]) -> list[str]:
-    """Return the reasons why no worker can be started with the variables in ``environ``; empty: it can."""
+    """Return the reasons why no worker can be started with the variables in ``environ``; empty if workers can."""
     return [f"{name}={value}: {variable.why}" for variable, name, value in _against(environ, Rule.REFUSED)]
 
 

@@ -115,7 +115,7 @@ class Victims:
 
 
 def hold(pid: int, started: float) -> int | None:
-    """Return a pidfd of the worker that was started at ``started`` (unix seconds) with ``pid``; None: it has ended.
+    """Return a pidfd of the worker that was started at ``started`` (unix seconds) with ``pid``; None if it has ended.
 
     Opens the pidfd before it checks the process, so the checked process cannot be a later one with the same pid.
     """
@@ -234,7 +234,7 @@ class Chaos:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m recover_megatron.chaos",
-        description="Kill random workers of a running recover-run job on this host; each strike goes to chaos.jsonl.",
+        description="Kill random workers of a recover-run job on this host; each strike is written to chaos.jsonl.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the run's --log-dir")
@@ -242,10 +242,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--mtbf", type=float, required=True, metavar="SECONDS", help="mean time between two strikes on this host"
     )
     parser.add_argument("--seed", type=int, required=True, metavar="S", help="seed of the sequence of strikes")
-    parser.add_argument("--kinds", default="kill", metavar="LIST", help="kill, stop, or both with a comma (kill)")
+    parser.add_argument("--kinds", default="kill", metavar="LIST", help="kill, stop or kill,stop (default: kill)")
     parser.add_argument("--max-kills", type=int, metavar="N", help="strike no more than N times (default: no limit)")
-    parser.add_argument("--keep", type=int, default=1, metavar="N", help="keep at least N workers of this host (1)")
-    parser.add_argument("--wait", type=float, default=60, metavar="SECONDS", help="wait for the first live worker (60)")
+    parser.add_argument("--keep", type=int, default=1, metavar="N", help="always keep N workers alive (default: 1)")
+    parser.add_argument("--wait", type=float, default=60, metavar="SECONDS", help="wait for a worker (default: 60)")
     args = parser.parse_args(argv)
     args.kinds = args.kinds.split(",")
     if not (args.mtbf > 0 and math.isfinite(args.mtbf)):

@@ -73,7 +73,7 @@ class Kind(enum.StrEnum):
     EXIT = "exit"
     """sys.exit(1) in the worker."""
     DEVICE = "device"
-    """A failed assertion in a CUDA kernel makes the worker's device unusable; without a device: as for RAISE."""
+    """A failed assertion in a CUDA kernel makes the worker's device unusable; without a device, the effect is RAISE."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class BadSpec(UserError, ValueError):
 def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
     """Return the faults in ``text``, in its order.  Raises BadSpec (a ValueError) with all mistakes.
 
-    ``workers``: number of workers, to check the worker ids; None: worker ids are not checked.
+    ``workers``: number of workers, to check the worker ids; None to accept every worker id.
     """
     faults: list[Fault] = []
     reasons: list[str] = []
@@ -159,14 +159,17 @@ class Injector:
     """Injector of the faults of one worker.  Call ``at`` at every visit of a phase."""
 
     def __init__(self, faults: Iterable[Fault], worker: int, break_device: Callable[[], None] | None = None) -> None:
-        """Select the faults of ``worker``.  ``break_device`` makes its CUDA device unusable; None: it has no device."""
+        """Select the faults of ``worker``.
+
+        ``break_device``: function that makes the worker's CUDA device unusable; None if it has no device.
+        """
         self._waiting: dict[tuple[str, int], dict[int, Fault]] = {}
         for fault in faults:
             if fault.worker == worker:
                 self._waiting.setdefault((fault.phase, fault.iteration), {})[fault.visit] = fault
         self._visits = dict.fromkeys(self._waiting, 0)
         self._break_device = break_device
-        self._lock = threading.Lock()  # a phase may be visited by several threads (several buckets in flight)
+        self._lock = threading.Lock()  # several threads may visit a phase (several buckets in flight)
         self.active = bool(self._waiting)
         """True if a fault of this worker has not struck yet.  If false, calls of ``at`` have no effect."""
 

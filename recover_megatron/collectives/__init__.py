@@ -12,7 +12,7 @@ gloo              abort of a gloo group, and exchange of its members; gloo itsel
 tree              collectives for small data over a tree of TCP connections
 epoch             interface of an epoch, token that cancels a group, errors, wait for a key of a store
 peers             clients for the peer stores of other workers, reachability tests
-comparison        refusal of workers whose flags or program differ from the run
+comparison        refusal of workers whose flags or program differ from the run's
 state             state of a worker as a tree, and its transfer to other workers
 column            data parallelism without Megatron, also with hybrid sharding
 """

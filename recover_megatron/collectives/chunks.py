@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from recover_megatron.collectives.ledger import Span
 
 Chunks = Sequence[Sequence[Span]]
-"""Spans of a bucket that a rank owns, for each rank."""
+"""Division of a bucket: ``chunks[rank]`` is the list of the spans that ``rank`` owns."""
 
 
 def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
@@ -15,14 +15,14 @@ def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
 
 
 def even_part(total: int, size: int, cut: int = 1) -> int:
-    """Return the length of the longest of ``size`` even parts of ``total`` elements: a multiple of ``cut`` elements."""
+    """Return the length, a multiple of ``cut``, of the longest of ``size`` even parts of ``total`` elements."""
     return -(-total // (size * cut)) * cut
 
 
 def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Span]]:
-    """Divide the elements of ``spans``, in order, into ``size`` equally long chunks; the last ones may be shorter.
+    """Divide the elements of ``spans``, in order, into ``size`` equally long chunks; the last may be shorter or empty.
 
-    If the elements are numbered from 0, every chunk begins at a multiple of ``cut``.
+    Every chunk begins at a multiple of ``cut`` elements, counted from the first element of ``spans``.
     """
     part = even_part(sum(map(len, spans)), size, cut)
     chunks: list[list[Span]] = [[] for _ in range(size)]

@@ -157,7 +157,7 @@ class Column:
         self._lost: PeerLost | None = None
         """Failure of this worker's connection that the next ``join`` reports to the coordinator; None: no failure."""
         self._reason = ""
-        """Reason that the last call of ``renew`` gave for a new epoch; "" if the next ``join`` has no such reason."""
+        """Reason of the last ``renew``, which the next ``join`` gives for the new epoch; "" if none."""
         self._last: Json = None
         self._tries = 0
 
@@ -238,7 +238,7 @@ class Column:
             raise CoordinatorLost(why)
 
     def _complain(self) -> str:
-        """If a connection of this worker has failed, report it to the coordinator and return the failure, else ""."""
+        """If a connection of this worker has failed, report it to the coordinator and return it as text, else ""."""
         lost = self._lost or (self._group.lost if self._group is not None else None)
         self._lost = None
         if lost is None:
@@ -252,7 +252,7 @@ class Column:
         self._failed, self._lost = True, lost
 
     def renew(self, reason: str) -> None:
-        """Request a new epoch without a failure, for ``reason``: workers can change status and buckets in ``join``."""
+        """Request a new epoch without a failure, for ``reason``, so that workers can change status and buckets."""
         self._failed, self._reason = True, reason
 
     def opened(self, buckets: Sequence[Bucket]) -> bool:
@@ -263,7 +263,7 @@ class Column:
             return False
 
     def group(self, buckets: Sequence[Bucket]) -> Group:
-        """Return the group of this worker's column in the present epoch.
+        """Return the group of this worker's column in the current epoch.
 
         The first call in an epoch opens the group and calls its ``pull`` for ``buckets``.  All members must make this
         call at the same iteration, with buckets of equal sizes.  Raises ``EpochRevoked``.

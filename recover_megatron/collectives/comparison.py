@@ -134,8 +134,8 @@ class OwnDescription:
     def _other_program(self, me: int, compared: Mapping[int, ComparedStatus]) -> str:
         """Return how this worker's program differs from the run's program; "" if it does not differ.
 
-        The first call at which a worker has sent a digest compares; later calls return "".  If no worker with the
-        run's digest answers in time, this worker is accepted, and a warning is logged.
+        The comparison is made only in the first call for which some worker has sent a digest; all other calls return
+        "".  If no worker with the run's digest answers in time, this worker is accepted, and a warning is logged.
         """
         odd = odd_ones(compared, "code")
         if self._compared or odd.model < 0:

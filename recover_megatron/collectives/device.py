@@ -28,7 +28,7 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken
 
 STUCK_SECONDS = 60.0
-"""Time limit in seconds for work that depends on one device only; after it the device is stuck (``DeviceStuck``)."""
+"""Time limit in seconds for work that depends on one device only; then the device counts as stuck (``DeviceStuck``)."""
 _SPINS, _PAUSE, _LONGEST_PAUSE = 20, 0.00002, 0.0005
 
 
@@ -90,7 +90,7 @@ def made_so_far(gpu: torch.device | None) -> Any:
 def beside(gpu: torch.device | None, made: Any, check: Callable[[], None]) -> Iterator[None]:
     """Context whose body runs its copies on a new stream of ``gpu``, concurrently with the computation.
 
-    The body begins when the device has reached the event ``made``; ``check``: as in ``until``, for this wait.  All
+    The body begins when the device has reached the event ``made``; ``check``: passed to ``until`` for this wait.  All
     copies are done when the context exits.  Raises ``DeviceStuck`` if the copies do not finish.  If ``gpu`` is None,
     the body runs at once.
     """
@@ -112,7 +112,7 @@ class Order:
     """
 
     def submitted(self) -> object:
-        """Return a token for the present computation of the calling thread, which submits a bucket; see ``begin``."""
+        """Return a token for the work that the calling thread, which submits a bucket, has enqueued; see ``begin``."""
         return None
 
     def begun(self, token: object) -> bool:

@@ -31,7 +31,7 @@ class PeerLost(ConnectionError):
         self.unreachable = unreachable
 
     def bare(self) -> PeerLost:
-        """Return a copy without traceback, because its frames would keep the epoch's connections and memory alive."""
+        """Return a copy without a traceback, whose frames would keep the epoch's connections and memory alive."""
         return PeerLost(str(self), self.peer, unreachable=self.unreachable)
 
 
@@ -113,7 +113,7 @@ class CancelToken:
         self.in_touch = in_touch
         self.reason = ""
         self.lost: PeerLost | None = None
-        """Connection failure that cancelled the token; None if the token is not cancelled, or has another reason."""
+        """Connection failure that cancelled the token; None if it is live or was cancelled for another reason."""
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
@@ -147,7 +147,7 @@ class CancelToken:
         waker()
 
     def error(self) -> EpochRevoked:
-        """Return the error that the operations of the cancelled group raise."""
+        """Return the error that operations of the groups raise after the cancellation."""
         return EpochRevoked(self.epoch, self.reason)
 
     def check(self) -> None:

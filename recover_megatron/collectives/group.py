@@ -60,7 +60,7 @@ class Memo[V]:
 
 
 Shards = Sequence[Sequence[Span]]
-"""Spans of a bucket that a rank owns, ascending, for each rank."""
+"""Division of a bucket: ``shards[rank]`` is the ascending list of the spans that ``rank`` owns."""
 MAX_DIGEST = 1 << 20
 """Maximum number of integers that one member may send in one call of ``Group.exchange``."""
 
@@ -78,7 +78,7 @@ class BucketCollective:
     flat: torch.Tensor
     ledger: Ledger
     chunks: Chunks
-    """Spans that a rank owns, for each rank; the collective leaves all other spans of the bucket unchanged."""
+    """Spans that each rank owns, by rank; the collective leaves all other spans of the bucket unchanged."""
     to: tuple[int, ...]
     """Receivers of a chunk: distance d means the member whose rank is d above the owner's rank, modulo the size."""
     reduce: bool = False
@@ -138,7 +138,7 @@ class Group(ABC):
         return self._reduce(bucket, chunks, tuple(sorted({hops % self.size for hops in shadows} - {0})))
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
-        """Send every member's shard to all members: parameters after the distributed optimizer's step.
+        """Send every member's shard to all members, for example parameters after the distributed optimizer's step.
 
         Each member's own shard counts as finished, and is marked REDUCED.  ``shards``: as for ``reduce_scatter``.
         ``missing``: if True, send only LOCAL spans; then the ledgers of all members must be equal (for example after
@@ -183,7 +183,7 @@ class Group(ABC):
 
     @property
     def lost(self) -> PeerLost | None:
-        """Connection failure that cancelled the group; None if the group is not cancelled, or for another reason."""
+        """Connection failure that cancelled the group; None if it is live or was cancelled for another reason."""
         return self._cancel_token.lost
 
     def abort(self, reason: str) -> None:

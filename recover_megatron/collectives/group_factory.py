@@ -83,7 +83,7 @@ def open_group(
     over ``transport_kind``; if ``device`` is a GPU, its data goes through host memory.  ``host``: address of this
     machine that the other members can reach.  ``timeout``: seconds in which all members must have joined.
     ``tuning``, ``ring_listener`` (from ``open_ring_listener``; the group closes it): only for a ring.
-    ``communicators``: pool from which NCCL communicators are reused; None: each group opens and aborts its own.
+    ``communicators``: pool from which NCCL communicators are reused; None: each group opens and aborts one.
     ``hook``: for tests and fault injection.
 
     ``progress``: thread that several groups share.  Its token must be cancelled when ``epoch`` is revoked, and all

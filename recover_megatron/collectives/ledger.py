@@ -3,12 +3,12 @@
         LOCAL  --mark(span, epoch)-->  REDUCED(epoch)  --clear(), at the next iteration-->  LOCAL
 
 LOCAL: the element is this worker's own accumulated gradient.  REDUCED(e): the element is the finished sum over the
-members of epoch e; all members that have the finished sum have equal bits.  A span is a range of elements, because
-chunks and segments change with the number of members, but elements do not.  A ledger replaces its tuple of spans
+members of epoch e; its bits are equal at all members that have this sum.  A ledger records ranges of elements (*spans*)
+and not chunks or segments, because these change with the number of members.  A ledger replaces its tuple of spans
 atomically, so a reader in another thread always sees a valid ledger.
 
 After a loss, lost microbatches are run again and accumulate into the bucket.  ``SavedSums`` saves the finished sums
-before that.  ``Memory`` chooses the device for the saved sums, or the host if the device is full.
+first.  ``Memory`` chooses the device for the saved sums, or the host if the device is full.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _start = attrgetter("start")
 
 
 class Ledger:
-    """State, LOCAL or REDUCED, of each of the ``numel`` elements of a bucket; ``reduced``: spans REDUCED at first."""
+    """State, LOCAL or REDUCED, of each of the ``numel`` elements of a bucket; ``reduced``: initial REDUCED spans."""
 
     def __init__(self, numel: int, reduced: Iterable[Reduced] = ()) -> None:
         self.numel = numel
@@ -188,7 +188,7 @@ class Memory:
     def copy(self, values: torch.Tensor, beside: int = 0) -> torch.Tensor:
         """Return a copy of ``values`` on their device if the device has room, else on the host.
 
-        ``beside``: bytes that the device must hold for other copies.
+        ``beside``: size in bytes of other copies for which the device must have room, too.
         """
         if self.has_room(values, beside):
             try:
@@ -222,7 +222,7 @@ class Memory:
 
 
 class Bucket:
-    """Contiguous tensor, with its flat view ``flat``, that is reduced as one unit, and the tensor's ledger.
+    """Contiguous tensor that is reduced as one unit, its flat view ``flat``, and its ledger.
 
     From the submission of a collective until ``Handle.wait`` returns, only the group may access the bucket.
     """
@@ -247,7 +247,7 @@ class Bucket:
         flat = torch.zeros(sum(s.numel() for s in shards) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
         at = 0
         for parameter, shard in zip(tensors, shards, strict=True):
-            # The gradient needs the parameter's memory format (channels_last): fused optimizers read both in step.
+            # The gradient needs the parameter's memory format (channels_last): fused optimizers read both linearly.
             order = torch.empty_like(shard, device="meta").stride()
             gradient = flat[at : at + shard.numel()].as_strided(shard.shape, order)
             parameter.grad = _laid_out_as(parameter, gradient)
@@ -263,7 +263,7 @@ class Bucket:
         """Copy the REDUCED spans; call this before gradients are accumulated into the bucket again.
 
         ``with bucket.save_sums():`` copies the saved values back at exit.  ``memory``: allocator of the copies.
-        ``beside``: bytes that the bucket's device must hold for the saved sums of other buckets.
+        ``beside``: size in bytes of other buckets' saved sums for which the bucket's device must have room, too.
         """
         return SavedSums(self, memory or Memory(), beside)
 

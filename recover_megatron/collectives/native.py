@@ -1,4 +1,4 @@
-"""Group that sums with the collectives of a library such as NCCL, where these are faster than the ring.
+"""Group that sums with the collectives of a library such as NCCL; used if these are faster than the ring.
 
     computed bucket --> pack --> reduce_scatter --over and believed--> all_gather or transfer --.
                                                                                                 |
@@ -8,9 +8,10 @@ An operation is *over* when the device has run it.  An operation that is over is
 success and the epoch is not revoked (`collectives.nccl.communicator`).  The next operation is enqueued only when the
 host knows that the previous one is over; `collectives.device` gives the reason.
 
-The operations read the bucket or a packed copy of it, and write only to scratch memory.  The result is copied to the
-bucket when all operations of a round are believed.  So the part of the bucket that a round sums is completely LOCAL or
-completely REDUCED.  A failed operation leaves garbage in scratch memory, where nothing reads it.
+A collective runs in one or more *rounds*, each for a part of every chunk.  The operations of a round read the bucket or
+a packed copy of it, and write only to scratch memory.  When all operations of a round are believed, the result is
+copied to the bucket.  So the part of the bucket that a round sums is completely LOCAL or completely REDUCED.  A failed
+operation leaves garbage in scratch memory, where nothing reads it.
 
 A backend's operations need parts of equal length, but the chunks of a bucket, each owned by one rank, may differ in
 length.  So each chunk is copied to a row of scratch memory:
@@ -86,7 +87,7 @@ class NativeBackend(Order, ABC):
 
     @abstractmethod
     def wait(self, operation: Operation) -> None:
-        """Block the host until ``operation`` is over and believed; called once for each operation, in order.
+        """Block the host until ``operation`` is over and believed; called once for each operation, in launch order.
 
         Raises ``EpochRevoked`` after a revocation.  If a member is dead, some backends raise ``PeerLost``, others block
         until the revocation.
@@ -116,9 +117,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Round of a collective.
+    """Round of a collective; see the module's docstring.
 
-    ``chunks``: for each rank, the spans that it owns and this round sums or sends.  ``width``: elements of a row.
+    ``chunks``: for each rank, the part of its chunk that this round sums or sends.  ``width``: elements of a row.
     """
 
     chunks: Chunks
@@ -187,7 +188,7 @@ class Plan:
     packed: tuple[Copy, ...]
     """Copies from the bucket to scratch memory, made before the operations."""
     rows: tuple[tuple[int, int], ...]
-    """(rank, number of the row with the rank's chunk) of each chunk that this member has after the operations."""
+    """(owner's rank, row number) of each chunk that this member has after the operations."""
     own: int
     """Number of the row for this member's own chunk."""
     scratch_rows: int
@@ -244,8 +245,8 @@ class NativeTask(Task):
 class Sequential(Executor[NativeTask]):
     """Executor that runs the collectives of a ``NativeGroup`` one after the other, in the order of submission.
 
-    ``hook``: called with ``add`` while a reduce-scatter is in flight.  When a round's result has been copied to the
-    bucket, called with ``store`` if the collective sums, with ``gather`` otherwise.
+    ``hook``: called with ``add`` while a reduce-scatter is in flight.  It is called again when a round's result has
+    been copied to the bucket: with ``store`` if the collective sums, with ``gather`` otherwise.
     """
 
     def __init__(self, backend: NativeBackend, rank: int, size: int, device: torch.device, hook: Hook | None) -> None:
@@ -260,7 +261,7 @@ class Sequential(Executor[NativeTask]):
     def scratch_peak(self) -> int:
         return self._scratch.peak
 
-    # ---- what the progress thread calls
+    # ---- called by the progress thread
 
     def add(self, task: NativeTask) -> None:
         for span in task.spec.final:

@@ -7,8 +7,8 @@
     between workers     unreached: returns the workers to which this worker cannot connect
 
 If the member whose store a group uses dies, the epoch ends; in the next epoch the group uses the store of a live
-member.  A client connects and receives in a thread of its own, so a host that does not answer blocks no training
-thread: values of this host's store are missing until the epoch is revoked.
+member.  A client connects and receives in a separate thread, so a host that does not answer blocks no training
+thread.  Until the epoch is revoked, the values of that host's stores merely appear unset.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Neighbours:
         return self._of(key).get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set.  If a member's store is unreachable, raises ``PeerLost`` with its id."""
+        """Return whether all keys are set.  Raises ``PeerLost`` with the id of a member whose store is unreachable."""
         for key in keys:
             try:
                 if not self._of(key).check([key]):

@@ -3,19 +3,19 @@
     IDLE --submit--> RUNNING --all finished--> IDLE --close--> CLOSED
                         '--revoked, or an error--> FAILED --close--> CLOSED
 
-All groups of a device share one thread.  It runs operations in the order in which buckets are submitted, so the order
-is equal at all workers of a column.  A task of one executor begins only when the tasks of all other executors that
-were submitted earlier are finished.
+All groups of a device may share one thread.  The thread runs operations in the order in which buckets are submitted, so
+the order is equal at all workers of a column.  A task of one executor begins only when the tasks of all other executors
+that were submitted earlier are finished.
 
-In state FAILED, every unfinished handle and every later submission raises the error.  Before that, the thread waits for
-``quiesce`` of all executors: from then on the groups do not access a bucket, a ledger or the network.  If ``quiesce``
-fails because the device has failed, the handles raise the error of ``quiesce``.  This error is no ``EpochRevoked``: the
-contents of a bucket are then unknown.
+In state FAILED, every unfinished handle and every later submission raises the error that stopped the thread.  Before
+the thread enters this state, it calls ``quiesce`` of all executors, and so waits until the groups no longer access a
+bucket, a ledger or the network.  If ``quiesce`` fails because the device has failed, the handles raise the error of
+``quiesce``.  This error is no ``EpochRevoked``, because the contents of the buckets are then unknown.
 
 An error of torch's communication (``DistError``) counts as a revocation, because it may mean that another thread has
 aborted the group or that a member is dead.
 
-Collectives do not run in the caller's thread.  There an asynchronous exception or a signal handler could interrupt
+Collectives do not run in the caller's thread, where an asynchronous exception or a signal handler could interrupt
 between the copy of a segment and the segment's mark in the ledger.
 """
 
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 
 Hook = Callable[[str, int], None]
-"""Function that tests pass, called while a message is processed, with the name of the step and the message's hop.
+"""Callback for tests: called with a step's name and the message's hop while the message is processed.
 
 ``send``, ``sent``: before and after the message is passed to the transport.  ``arrived``: the message is complete in
 scratch.  ``written``: a finished segment is written to the bucket, but not marked yet.  ``add``, ``finish``, ``store``:
@@ -41,7 +41,7 @@ this action on the message is done (in an all-gather, the name is ``gather`` ins
 
 
 class Handle:
-    """Handle of a submitted collective; the caller waits with it until the collective is finished."""
+    """Handle of a submitted collective, with which the caller waits until the collective is finished."""
 
     def __init__(self) -> None:
         self._finished = threading.Event()
@@ -187,7 +187,7 @@ class ProgressThread:
             last = not self._executors
         if last and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-            # A closed group, and so this thread, may be referenced for a complete step: release the executor's memory.
+            # A closed group and this object may stay referenced for a complete step: release the executor's memory.
             self._at_work = None
         executor.close()
 
@@ -218,12 +218,12 @@ class ProgressThread:
         del error  # the error's traceback refers to this frame: the cycle would keep the executors' memory alive
 
     def _next(self) -> bool:
-        """Wait for a task, and pass submitted tasks to the executor whose turn it is.
+        """Wait for a task, and pass the oldest submitted tasks to their executor unless another executor is busy.
 
         Returns False when all executors are closed.  Raises ``EpochRevoked`` when the token is cancelled.
         """
         if self._busy and not (self._queue or self.cancel_token.cancelled):
-            return True  # checked without the lock: the next call sees a task that is submitted now
+            return True  # checked without the lock; if a task is submitted now, the next call sees it
         with self._changed:
             while not (self._queue or self._busy or self.cancel_token.cancelled) and self._executors:
                 self._changed.wait()

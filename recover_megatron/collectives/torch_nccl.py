@@ -8,9 +8,9 @@ time:
 
 - A watchdog terminates the process when it sees an error.  A monitor terminates the process if the watchdog hangs.
 - If a communicator is aborted during a call inside a group launch, the call does not notice the abort.  It spins until
-  TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, and the coordinator considers the worker hung.
-- After a failed operation the watchdog sleeps TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s, with a lock that every new
-  operation of the group needs.
+  TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, so the coordinator considers the worker hung.
+- After a failed operation the watchdog sleeps TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s, and holds a lock that every
+  new operation of the group needs.
 - The flight recorder stores the Python stack of every operation.
 """
 
@@ -54,7 +54,8 @@ def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str
     """Set torch's environment variables to the values that recovery needs; keep values that the user has set.
 
     Call this before the first group is created.  Returns the user's values that prevent a recovery, each as "NAME=VALUE
-    instead of VALUE".  A flight recorder only costs time, so it is not in the result.
+    instead of VALUE".  The variable of the flight recorder is never in the result, because the recorder only costs
+    time.
     """
     wanted = environment(hang_timeout)
     for name, value in wanted.items():
@@ -98,7 +99,7 @@ def keep_one_kind(environ: MutableMapping[str, str] = os.environ) -> list[str]:
 
 
 def _below(text: str, limit: float) -> bool:
-    """Return whether ``text`` is an integer below ``limit``.  If it is no integer, torch uses its default: False."""
+    """Return whether ``text`` is an integer below ``limit``; False if it is no integer: torch then uses its default."""
     try:
         return int(text) < limit
     except ValueError:
@@ -106,7 +107,7 @@ def _below(text: str, limit: float) -> bool:
 
 
 def abortable_options(given: Any = None) -> Any:
-    """Return NCCL options for a group that can be aborted at any time; ``given``: options to copy all others from."""
+    """Return NCCL options that allow an abort at any time; stream priority and config are copied from ``given``."""
     options = dist.ProcessGroupNCCL.Options()
     if given is not None:
         options.is_high_priority_stream = given.is_high_priority_stream
@@ -119,7 +120,7 @@ def abortable_options(given: Any = None) -> Any:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given: Any = None) -> Any:
-    """Create an NCCL backend whose communicators can be aborted at any time; its first use opens a communicator.
+    """Create an NCCL backend whose communicators can be aborted at any time; the first operation opens one.
 
     ``name``: name of the group.  ``given``: NCCL options to copy.
     """

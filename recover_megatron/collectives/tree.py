@@ -51,7 +51,7 @@ _HEADER = struct.Struct("<IQ")
 
 
 def parents(size: int) -> list[int]:
-    """Return the parent's rank of each rank of a tree with ``size`` members; -1 for rank 0, which has no parent."""
+    """Return, by rank, the rank of each member's parent in a tree of ``size`` members; -1 for rank 0 (no parent)."""
     return [-1, *((rank - 1) // FAN for rank in range(1, size))]
 
 
@@ -234,7 +234,7 @@ class TreeBackend:
         return total / tree.size if operation == dist.ReduceOp.AVG else total
 
     def _gather(self, own_input: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gather the inputs of all members at rank 0; None: this member has no input.
+        """Gather the inputs of all members at rank 0; ``own_input``: None if this member has no input.
 
         Returns the inputs as tensors of bytes, by rank.  A rank other than 0 gets only its own input and the inputs of
         the members below it; all other tensors of its result are empty.

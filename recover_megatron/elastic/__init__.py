@@ -10,7 +10,7 @@ generators       random numbers that do not depend on the worker that draws them
 gradients        gradients of a step, in buckets that the workers sum
 leading          functions that one worker calls for all workers
 restoring        bit-exact loading of a state, and a check that the loaded values equal the sent values
-epoch_start      statuses with which workers join: holders of the state, distribution of microbatches
+epoch_start      statuses with which workers join an epoch; holders of the state, microbatches of each worker
 run_state        state of a run, and its transfer to new workers
 verification     comparison of the states of all workers
 

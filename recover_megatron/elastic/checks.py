@@ -23,7 +23,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 log = get_logger(__name__)
 
 _SUMMING = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Class names of torch's wrappers that use a process group.  To import the FSDP class would take too long."""
+"""Class names of torch's wrappers that use a process group.  The classes are not imported: FSDP's import is slow."""
 
 type Optimizer = torch.optim.Optimizer | Optimizers
 
@@ -33,15 +33,16 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def strange_parameters(optimizer: Optimizer, known: set[int]) -> int:
-    """Return how many trainable parameters of ``optimizer`` are not in ``known``, which contains ids of objects."""
+    """Return how many trainable parameters of ``optimizer`` are not in ``known``, a set of ``id(parameter)``."""
     return sum(parameter.requires_grad and id(parameter) not in known for parameter in _parameters(optimizer))
 
 
 def check_backward(arrived: Sequence[torch.Tensor], microbatch: str, *, value: bool) -> None:
     """Raise RuntimeError unless ``backward=`` has added the unscaled gradient of a loss exactly once.
 
-    ``arrived``: for each backward pass, the gradient of the loss passed to ``backward=``, which must be 1: the pass
-    scales all gradients by this factor.  ``value``: also check the factor, for which the host waits for the device.
+    ``arrived``: gradients that arrived at the loss passed to ``backward=``, one for each of its backward passes.  Each
+    must be 1, since it is a factor of all other gradients.  ``value``: True to check also that the gradient is 1; for
+    this check, the host waits for the device.
     """
     if not arrived:
         raise RuntimeError(
@@ -73,12 +74,12 @@ def check(
 ) -> None:
     """Check that the model and the optimizer are supported.
 
-    If not, exit with code 2 under recover-run, and print all reasons; without recover-run, raise UserError with them.
+    If they are not, print all reasons and exit with code 2; without recover-run, raise UserError with all reasons.
     ``again``: True if this process has created an ElasticDataParallel before.
     """
     reasons = []
     if COORDINATOR_VARIABLE not in os.environ:
-        reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT, even one worker")
+        reasons.append("this process has no coordinator: start even a single worker with recover-run --elastic SCRIPT")
     if again:
         reasons.append(
             "this process has created an ElasticDataParallel before, and a process can join a run only once: pass "
@@ -110,8 +111,8 @@ def check(
     ]
     if several := {type(item).__name__ for item in wrappers if item.process_group.size() > 1}:
         reasons.append(
-            f"the model is wrapped in {', '.join(sorted(several))} over several processes: the workers would wait for "
-            "each other in each pass, and fail when one dies: pass the model without this wrapper"
+            f"the model is wrapped in {', '.join(sorted(several))} over several processes, so the workers would wait "
+            "for each other in each pass, and all fail when one dies: pass the model without this wrapper"
         )
     if more := strange_parameters(optimizer, set(map(id, parameters))):
         reasons.append(
@@ -151,11 +152,11 @@ def check(
 
 
 _AT_IMPORT = program.describe()
-"""Description of the program, taken when this module is imported: a user may edit the files before a later check."""
+"""Description of the program.  It is taken at the import of this module, since a user may edit the files later."""
 
 
 def loaded_program() -> dict[str, str]:
-    """Describe the program of this process.  Modules loaded before this import are described as they were then."""
+    """Describe the program of this process; for modules that are in ``_AT_IMPORT``, use the description from there."""
     return {**program.describe(), **_AT_IMPORT}
 
 

@@ -4,9 +4,9 @@
                 ^                                                    |
                 '---- a worker died, or joined: all join again ------'     finished work is kept, lost work is run again
 
-    lead(f)   The leading worker calls f.  The next sum needs the leading worker, so a finished later step shows that f
-              has returned.  If the leading worker dies in f, the next leading worker joins, and calls f.
-    leave()   JOIN with ``leaving`` set, until the leading worker has called all functions and all have the state
+    lead(f)   The leading worker (lowest id) calls f.  The next step's sum needs the leading worker, so when that step
+              is finished, f has returned.  If the leading worker dies in f, the next leading worker joins and calls f.
+    leave()   JOIN with ``leaving`` set, until all functions have been called, and all workers have the state
 
 docs/ring.md defines the terms, such as epoch (a membership of the run) and bucket (the memory of the gradients).
 """
@@ -49,7 +49,7 @@ from recover_megatron.variables import HOST_VARIABLE
 log = get_logger(__name__)
 
 OPENING_SECONDS = 600.0
-"""Seconds within which all workers must open an epoch's group; a worker between two steps opens it later."""
+"""Seconds that workers wait until all have opened an epoch's group; long, since some may still be between steps."""
 
 
 class ElasticDataParallel:
@@ -59,23 +59,23 @@ class ElasticDataParallel:
     list order.  In the state the models are named as in a ``torch.nn.ModuleList``, and the optimizers are numbered.
 
     Each step sums the gradients of ``microbatches`` microbatches, each exactly once, whichever workers die and when.
-    So the parameters equal the parameters of a run without failures, except for the order of additions.
+    So the parameters equal the parameters of a run without failures, except for rounding.
 
-    ``state``: other objects that change from step to step (a scheduler); sent to new workers, and saved.
+    ``state``: other objects that change from step to step (a scheduler); checkpoints and new workers get their states.
     ``before_update``: called on all workers between the sum of the gradients and the optimizer's step, for example to
     clip the gradients.  ``backward``: called with each loss, divided by ``microbatches`` (accelerate:
-    ``accelerator.backward``); it must not scale the gradient.  ``seed``: for the default generators of Python, NumPy
-    and torch.  They are seeded with ``seed`` and the step before the update, so that all workers draw equal numbers in
-    update and loop; also with the microbatch's number before each microbatch, so that dropout does not depend on the
-    worker that runs it.  None: the generators are not changed.  ``verify_interval``: number of steps after which
-    the workers compare digests of their states, before the next sum; 0: never.  If a worker's state differs from the
-    majority's, it fetches the majority's state; without a majority the run ends with exit code 12.  ``allow_seconds``:
-    time that a microbatch may take beyond the hang timeout (60 s) before its worker counts as hung.  ``compare_code``:
-    refuse a worker whose script, or a module of it, differs from the run's (`program`).
+    ``accelerator.backward``); it must not scale the gradient.  ``seed``: seed of the default generators of Python,
+    NumPy and torch; None: they are not seeded.  Otherwise they are seeded before each update (from ``seed`` and the
+    step's number), so that all workers draw equal numbers in update and loop, and before each microbatch (also from its
+    number), so that dropout does not depend on the worker that runs it.  ``verify_interval``: number of steps
+    between two comparisons of the workers' states; 0: none.  If a worker's state differs from the majority's, the
+    worker fetches the majority's state; without a majority the run ends with exit code 12.  ``allow_seconds``: time
+    that a microbatch may take beyond the hang timeout (60 s) before its worker counts as hung.  ``compare_code``: True
+    to refuse a worker if its script or modules differ from the run's (rules: ``recover_megatron.program``).
 
     Workers need not begin with equal parameters: among the workers with the most completed steps, the worker with the
     lowest id sends its state to all others.  A process that joins a running job gets the state of the workers that
-    train.  It is refused with exit code 2 if a ``load_state_dict`` does not restore the state, or if it differs from
+    train.  It exits with code 2 if a ``load_state_dict`` does not restore the state, or if the process differs from
     the run in its program, arguments, trainable parameters, names in ``state`` or version of this package.
 
     Raises ``UserError`` if ``recover-run`` did not start this process.  If the model or the optimizer is not supported,
@@ -185,7 +185,7 @@ class ElasticDataParallel:
         self._before_update()
         self._updating = True
         self._optimizer.step()
-        if not self._changed:  # check that the state can be sent, since the optimizer has created a state in this step
+        if not self._changed:  # the optimizer has just created its state: check that it can be sent
             self._state.check()
         self.completed, self._changed, self._updating = self.completed + 1, True, False
         result = StepResult(
@@ -218,9 +218,9 @@ class ElasticDataParallel:
 
         All workers must call ``lead`` after the same step, with the same function.  The leading worker calls the
         function at once; the other workers continue, and wait at their next sum, or in ``leave``.  If the leading
-        worker dies in the function, the next leading worker calls it again, with the state after the same step.  So
-        the function must not depend on later changes in the loop, and must not train.  ``name``: for logs.  Raises
-        the function's errors.  If this worker is no longer part of the run, the process exits as in ``run``.
+        worker dies in the function, the next leading worker calls it again, before any worker's next update.  So
+        the function must not depend on later changes in the loop, and must not train.  ``name``: name for logs.
+        Raises the function's errors.  If this worker is no longer part of the run, the process exits as in ``run``.
         """
         self._leading.add(function, name)
         if self.leads:
@@ -232,9 +232,9 @@ class ElasticDataParallel:
     def check(self) -> None:
         """Raise ``Fenced`` or ``CoordinatorLost`` unless this worker is part of the run.
 
-        Call it before an action that an evicted worker must not take: a function of ``lead``, for example, before it
-        renames a checkpoint.  A worker that was stopped for a while does not know that it was evicted, and that another
-        worker may have written a newer checkpoint.
+        Call it before an action that an evicted worker must not take: for example, a function of ``lead`` calls it
+        before it renames a checkpoint.  A worker that was stopped for a while does not know that it was evicted, and
+        that another worker may have written a newer checkpoint.
         """
         self._session.wait_in_touch(in_epoch=False)
 
@@ -252,7 +252,7 @@ class ElasticDataParallel:
                     continue
                 if may_leave(self._statuses, self._latest_state, self.completed):
                     self._leading.unfinished = False
-                    if not all(status.leaving for status in self._statuses.values()):  # others wait for a new epoch
+                    if not all(status.leaving for status in self._statuses.values()):  # some do not leave yet
                         self._session.ask(f"worker {self.worker} leaves before the others")
                     continue
                 if not all(status.holds for status in self._statuses.values()):
@@ -267,9 +267,9 @@ class ElasticDataParallel:
         return {"completed": self.completed, "state": self._state.tree()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a copy of a checkpoint before the first step.  If only one worker loads it, the others get its state."""
+        """Load a copy of a checkpoint before the first step.  If only one worker does so, all others get this state."""
         if self._column.members:
-            raise RuntimeError("call load_state_dict() before the first step: other workers do not get a later state")
+            raise RuntimeError("call load_state_dict() before the first step: a later call changes only this worker")
         with self._gradients.away():
             self._state.load(state_dict["state"], copied=True)
         self.completed = int(state_dict["completed"])
@@ -295,7 +295,7 @@ class ElasticDataParallel:
             raise self._nobody_holds()
         if self._holds and self.worker not in self._latest_state.holders:
             lead = self._latest_state.holders[0]
-            log.info(f"worker {self.worker} started with another state than worker {lead}, and fetches it now")
+            log.info(f"worker {self.worker} started with another state than worker {lead}, whose state it now fetches")
             self._holds = False
         if not self._holds:
             self._passes.ran = []
@@ -314,11 +314,11 @@ class ElasticDataParallel:
         names, lead = self._leading.names, self._latest_state.holders[0]
         if names and lead == self.worker and self.completed == self._latest_state.completed:
             self._do()
-            self._generators.after_lead(self.completed, self._leading.calls)  # this worker may have drawn more numbers
+            self._generators.after_lead(self.completed, self._leading.calls)  # a function may have drawn random numbers
             self._column.renew(f"worker {self.worker} has called {names} in place of a lost worker")
 
     def _do(self) -> None:
-        """Call the functions that were passed to ``lead`` and are not done.  Only the leading worker calls this."""
+        """Call the functions passed to ``lead`` that have not returned.  Only the leading worker calls this."""
         allow = self._session.settings.stall_timeout
         self._leading.call(
             lambda name: self._session.mark(self.completed, name, allow=allow),
@@ -361,7 +361,7 @@ class ElasticDataParallel:
         if self.completed == at.completed and self.worker in at.holders and len(at.holders) < len(self._statuses):
             self._put()
         leaving = [worker for worker, status in self._statuses.items() if status.leaving]
-        # No step is run in an epoch in which workers leave, so it needs no group.
+        # An epoch in which workers leave needs no group, since no step is run in it.
         group = None if leaving else self._column.group(self._gradients.buckets)
         if not self._holds and not self._fetch(at):
             return None
@@ -420,7 +420,7 @@ class ElasticDataParallel:
             self._session.give_up(EXIT_USAGE, f"worker {self.worker}: {error}")
             self._session.wait_revoked()
             return False
-        # Holders join with a digest until the first step of this run, so this worker must do the same until then.
+        # Until the first step of this run, holders join with a digest, and so must this worker.
         self._holds, self._changed = True, not self._statuses[at.holders[0]].digest
         log.info(f"worker {self.worker} received the state after step {self.completed} from worker {at.holders[0]}")
         return True
@@ -440,7 +440,7 @@ class ElasticDataParallel:
         return error
 
     def _ended_by(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report an uncaught exception to the coordinator, then call the previous hook (this is ``sys.excepthook``)."""
+        """Report an uncaught exception to the coordinator; call the previous hook.  Installed as ``sys.excepthook``."""
         if isinstance(error, Exception):
             self._report("between steps", None, error)
         self._uncaught(kind, error, trace)

@@ -1,4 +1,4 @@
-"""Start of an epoch: from the statuses of all workers, determine who has the state, and who runs which microbatches.
+"""Start of an epoch: the statuses of all workers determine the holders of the state and each worker's microbatches.
 
 The plan of the epoch contains the statuses, so all members compute equal results.
 
@@ -32,7 +32,7 @@ class Status:
     holds: bool = False
     """True if the worker has the run's state; False for a worker that has joined a running job and must fetch it."""
     digest: str = ""
-    """Digest of the worker's state; "" if the state includes a step of this run, since all such states are equal."""
+    """Digest of the worker's state; "" after a step of this run, since all workers then have equal states."""
     ran: tuple[int, ...] = ()
     """Numbers of the microbatches of step ``completed + 1`` whose gradients the worker has."""
     address: str = ""
@@ -46,7 +46,7 @@ class Status:
     todo: int = 0
     """Number of functions passed to ``lead`` after step ``completed`` that the worker must call if it leads."""
     leaving: bool = False
-    """True if the worker has called ``leave``: it has no further step, and waits until no worker needs its state."""
+    """True if the worker has called ``leave``: it runs no further step, and waits until no worker needs its state."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -64,7 +64,7 @@ class Status:
     def settings(
         model: torch.nn.Module, microbatches: int, seed: int | None, verify_interval: int, state: Mapping[str, Stateful]
     ) -> dict[str, str]:
-        """Return the settings that must be equal on all workers, name -> text; ``flags`` is a digest of them."""
+        """Return the settings that must be equal on all workers, name -> text; the field ``flags`` is their digest."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         orders = {name: "" if p.is_contiguous() else f", strides {list(p.stride())}" for name, p in trained.items()}
         parameters = {f"parameter {name}": f"{p.dtype} {list(p.shape)}{orders[name]}" for name, p in trained.items()}
@@ -95,7 +95,7 @@ def latest_state(statuses: Mapping[int, Status], committed: int) -> LatestState 
 
     At the start of a run, states may differ (different seeds, or only some workers have loaded a checkpoint).  Then the
     run continues from the worker with the lowest id among the workers with the most completed steps.  The holders are
-    the workers whose state equals the state of this worker.
+    the workers whose state equals that worker's state.
     """
     now = {worker: status.after(committed) for worker, status in sorted(statuses.items()) if status.holds}
     if not now:
@@ -107,7 +107,7 @@ def latest_state(statuses: Mapping[int, Status], committed: int) -> LatestState 
 
 
 def odd_cover(statuses: Mapping[int, Status], at: LatestState) -> int | None:
-    """Return the first holder that trains other parameters than the holder with the lowest id; None if all are equal.
+    """Return the first holder that trains other parameters than the holder with the lowest id; None if there is none.
 
     Holders that joined before they applied the last step are ignored: they may unfreeze layers after that step.
     """

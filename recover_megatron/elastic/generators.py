@@ -1,9 +1,9 @@
-"""Seeds for the random number generators, from step and microbatch: all workers draw equal numbers.
+"""Seeds of the random number generators, from step and microbatch, so that all workers draw equal numbers.
 
     microbatch j of step s     seeded by (seed, s, j)    dropout does not depend on the worker that runs the microbatch
     the update of step s       seeded by (seed, s)       the same on all workers: noise, stochastic rounding
-    the loop after step s      continues the update's    the same on all workers: an order of samples
-    after `lead`               seeded by (seed, s, n)    the leading worker may have drawn more than the others
+    the loop after step s      not seeded again          the same on all workers: an order of samples
+    after the n-th `lead`      seeded by (seed, s, n)    the leading worker may have drawn more than the others
 
 So a run in which workers die draws the same numbers as a run without failures, and a new worker draws the same numbers
 as the others.  For numbers that the script draws before the first step, the script must set a seed.

@@ -15,9 +15,9 @@ class Gradients:
     """Memory of a model's gradients on one device: one bucket for each dtype of the parameters.
 
     A parameter is *covered* (part of a bucket) from the first step at whose start it is trainable (``requires_grad``).
-    A parameter that is never trained takes no memory.  The counters of a step are the loss, how often each microbatch
-    was added, and how many microbatches gave each covered parameter a gradient.  They are at the end of the float64
-    bucket if there is one, else of the float32 bucket, else in a separate bucket.
+    No memory is allocated for a parameter that is never trained.  The counters of a step are the loss, how often each
+    microbatch was added, and how many microbatches gave each covered parameter a gradient.  They are at the end of the
+    float64 bucket if there is one, else of the float32 bucket, else in a separate bucket.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
@@ -25,7 +25,7 @@ class Gradients:
         self._all, self._microbatches = list(parameters), microbatches
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._used: set[int] = set()
-        """Indices of those covered parameters to which the current microbatch has given a gradient."""
+        """Indices, in the list of covered parameters, of the parameters with a gradient from the current microbatch."""
         self._uses: list[float] = []
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._cover([at for at, parameter in enumerate(self._all) if parameter.requires_grad])
@@ -56,7 +56,7 @@ class Gradients:
     def _hook(self, parameter: torch.Tensor, at: int) -> torch.utils.hooks.RemovableHandle:
         """Register a hook that adds ``at`` to ``_used`` when a backward pass gives ``parameter`` a gradient."""
         trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # torch refuses a hook on a frozen parameter, but never calls it while frozen
+        parameter.requires_grad_(True)  # torch registers no hook on a frozen parameter
         handle = parameter.register_post_accumulate_grad_hook(lambda _: self._used.add(at))
         parameter.requires_grad_(trained)
         return handle
@@ -69,7 +69,7 @@ class Gradients:
     def cover(self, covered: str) -> bool:
         """Cover the same parameters as another worker; return whether this has changed the buckets.
 
-        ``covered``: from the other worker.  Raises ValueError if this model does not have all these parameters.
+        ``covered``: the other worker's ``covered``.  Raises ValueError if this model does not have these parameters.
         """
         bits = int(covered, 16)
         numbers = [at for at in range(bits.bit_length()) if bits >> at & 1]
@@ -131,7 +131,7 @@ class Gradients:
     def kept(self) -> Iterator[None]:
         """Save finished sums at the start of this context, and restore them at its end.
 
-        Microbatches run inside this context, and add their gradients to the memory of the sums.
+        Microbatches run inside this context, since they add their gradients to the memory of the sums.
         """
         with contextlib.ExitStack() as stack:
             beside = 0
@@ -185,5 +185,5 @@ class Gradients:
         called after ``loss``.  ``clear`` sets ``grad`` again.
         """
         for (parameter, grad), used in zip(self._grads, self._uses, strict=True):
-            if not used and grad is not None and not grad.any():  # not zero if a script has written it without autograd
+            if not used and grad is not None and not grad.any():  # a script may write grad without autograd
                 parameter.grad = None

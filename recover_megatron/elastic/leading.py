@@ -1,9 +1,11 @@
-"""Functions that the leading worker calls for all between two steps; if it dies, the next leading worker calls them.
+"""Functions that the leading worker calls for all workers between two steps.
+
+The leading worker is the worker with the lowest id among the holders of the run's state.
 
 all call lead(f)    the leading worker calls f at once; the other workers keep f
 a step is finished  the step's sum needed the leading worker, so f has returned: all workers drop f
 the leader dies     the others join a new epoch; the new leading worker calls the functions that it has kept
-leave()             all join with ``leaving`` set until `may_leave`, so no worker leaves while another worker needs it
+leave()             a worker joins with ``leaving`` set, and leaves when no other worker needs it (`may_leave`)
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 
 class Leading:
-    """Functions that this worker's script has passed to ``lead`` since the last step, and that may not be done."""
+    """Functions passed to ``lead`` since the last step; the leading worker may not have finished them."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, Callable[[], Any]]] = []

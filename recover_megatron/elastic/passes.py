@@ -48,7 +48,7 @@ class Passes:
         ``begin(j)`` is called before microbatch j.  ``failed(j, error)`` is called if microbatch j raises an error,
         before this method raises it.
         """
-        tell_readers(self._loader_lost)  # ``gradient`` does this, too, but is not called without a microbatch
+        tell_readers(self._loader_lost)  # ``gradient`` does this, too, but is not called if ``share`` is empty
         with self._gradients.kept():
             for j in share:
                 if over():

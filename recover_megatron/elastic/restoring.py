@@ -24,13 +24,13 @@ def as_sent(part: object) -> Iterator[None]:
     """Make the optimizers of ``part`` keep the dtypes of a state that is loaded inside this context.
 
     ``torch.optim.Optimizer.load_state_dict`` casts tensors to the dtype of their parameter, so a 32-bit moment of a
-    16-bit parameter would lose half of its bits.  Load hooks of other users still run: their pre-hooks before this
-    module's pre-hook, and their post-hooks after this module's post-hook.
+    16-bit parameter would lose half of its bits.  Other load hooks of the optimizers still run: pre-hooks before
+    this module's pre-hook, and post-hooks after this module's post-hook.
     """
     with ExitStack() as stack:
         for optimizer in _optimizers(part, {}).values():
             restorer = _Restorer()
-            with suppress(AttributeError):  # accelerate's wrapper subclasses Optimizer without these methods
+            with suppress(AttributeError):  # accelerate's subclass of Optimizer does not support these hooks
                 stack.enter_context(optimizer.register_load_state_dict_pre_hook(restorer.before))
                 stack.enter_context(optimizer.register_load_state_dict_post_hook(restorer.after, prepend=True))
         yield
@@ -49,7 +49,7 @@ def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[i
 
 
 class _Restorer:
-    """Load hooks that replace the tensors that an optimizer has cast by the tensors of the loaded state."""
+    """Load hooks of an optimizer: where the load has cast a tensor, they restore the tensor of the loaded state."""
 
     def before(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
         """Keep references to the state that will be loaded and to the present parameter groups."""
@@ -64,7 +64,7 @@ class _Restorer:
                 loaded, sent = optimizer.state[parameter], self._given["state"][number]
                 optimizer.state[parameter] = _merged(loaded, sent, parameter)
         for group, replaced in zip(optimizer.param_groups, self._groups, strict=True):
-            for name, value in group.items():  # keep a tensor, such as a learning rate, on its device before the load
+            for name, value in group.items():  # move a tensor, such as a learning rate, back to its old device
                 if isinstance(value, torch.Tensor) and isinstance(old := replaced.get(name), torch.Tensor):
                     group[name] = value.to(old.device)
 
@@ -85,7 +85,7 @@ def _merged(loaded: Any, sent: Any, parameter: torch.Tensor) -> Any:
             loaded[key] = _merged(loaded[key], sent[key], parameter)
     elif type(loaded) in (list, tuple) and isinstance(sent, (list, tuple)) and len(loaded) == len(sent):
         return type(loaded)(_merged(a, b, parameter) for a, b in zip(loaded, sent, strict=True))
-    return sent if isinstance(sent, str) else loaded  # torch turns a string into "<generator object ...>"
+    return sent if isinstance(sent, str) else loaded  # torch's load turns a string into "<generator object ...>"
 
 
 _SMALL = 64 << 10
@@ -138,4 +138,4 @@ def difference(sent: Contents, loaded: Contents) -> str:
 
 
 def _tensors(described: Contents) -> list[Path]:
-    return [place for place, (text, _) in described.items() if text.startswith("torch.")]  # no JSON is
+    return [place for place, (text, _) in described.items() if text.startswith("torch.")]  # JSON text never starts so

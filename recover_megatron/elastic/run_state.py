@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 
 class Optimizers:
-    """Several optimizers with the interface of one optimizer, whose state is number -> state of an optimizer."""
+    """Several optimizers with the interface of one optimizer; their common state is a dictionary, number -> state."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -81,9 +81,9 @@ class State:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load(self, tree: Mapping[str, Any], *, copied: bool = False) -> None:
-        """Load ``tree`` into the parts.  Raises ValueError if the part names differ, and the errors of the parts.
+        """Load ``tree`` into the parts.  Raises ValueError if the names of parts differ; raises the parts' errors.
 
-        ``copied``: load a copy of ``tree``.  If False, the optimizers keep the tensors of ``tree`` and change them.
+        ``copied``: True to load a copy of ``tree``.  If False, the optimizers keep and change the tensors of ``tree``.
         """
         if set(tree) != set(self._parts):
             raise ValueError(f"the state has the parts {sorted(tree)}, this worker has {sorted(self._parts)}")
@@ -159,7 +159,7 @@ def _cannot_be_sent(tree: Any) -> str:
 
 
 class Exchange:
-    """Sends this worker's state to other workers, or fetches theirs.  ``host``: address of this worker's host."""
+    """Sends this worker's state to other workers, or fetches their state.  ``host``: address of this worker's host."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.store = PeerStoreServer(host, secret)
@@ -180,7 +180,7 @@ class Exchange:
         """
         tree = {"completed": completed, "trained": list(trained), "state": state.tree()}
         if why := _cannot_be_sent(tree["state"]):
-            log.warning(f"new workers cannot receive the state after step {completed} and exit: {why}")
+            log.warning(f"new workers exit, since they cannot receive the state after step {completed}: {why}")
             tree = {"why": why}
         self._offer = self._offers.put(str(epoch), Offer(tree, shared=len(flatten(tree)[1])))
 
@@ -198,7 +198,7 @@ class Exchange:
         stay: Callable[[], None],
         progress: Callable[[], None],
     ) -> tuple[int, list[bool]]:
-        """Fetch the state from ``holders`` (worker -> address) and load it; return its last step, and ``trained``.
+        """Fetch the state from ``holders`` (worker -> address) and load it; return its last step and ``trained`` flags.
 
         ``stay`` is called repeatedly, and aborts the transfer by raising an error.  ``progress`` is called when data
         arrives.  Raises the errors of ``stay``, ``PeerLost`` if all holders are lost, ``Disagreement`` if the received

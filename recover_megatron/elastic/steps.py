@@ -20,7 +20,7 @@ log = get_logger(__name__)
 Microbatch = Callable[[int, int], torch.Tensor]
 """Function ``microbatch(step, j)``: returns the loss (a scalar) of microbatch ``j`` (from 0) of ``step`` (from 1).
 
-The loss must depend only on ``step``, ``j`` and the model, so that every worker would compute the same loss.
+The loss must depend only on ``step``, ``j`` and the model, so that all workers compute the same loss.
 """
 
 
@@ -55,12 +55,12 @@ class Elastic(Protocol):
 
 
 def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
-    """Train until step ``steps`` is finished; yield the result of each step when it is applied on this worker.
+    """Train until step ``steps`` is finished; yield the result of each step after its update on this worker.
 
     Every worker runs the body of the ``for`` loop between two steps (a scheduler's step, a line in a log).  Use
     ``elastic.lead`` for an action that only one worker must take (a checkpoint, an evaluation).  A worker that joins a
     running job gets the others' state and begins with their current step, so it yields no earlier step.  If a worker
-    starts from a checkpoint after step ``steps``, all workers get this state, and nothing is left to train.
+    starts from a checkpoint of step ``steps`` or later, all workers get this state, and nothing is left to train.
 
     After the last step the worker leaves the run.  If a script breaks out of the loop, it must call
     ``elastic.leave()``.  A worker that is no longer part of the run exits here (SystemExit): with code 13 if it was
@@ -76,7 +76,7 @@ def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepRe
 
 @contextmanager
 def ends_in_order(worker: int) -> Iterator[None]:
-    """Exit the process, with an exit code for the reason, if ``Fenced`` or ``CoordinatorLost`` is raised inside."""
+    """Exit the process, with an exit code for the reason, if this context raises ``Fenced`` or ``CoordinatorLost``."""
     try:
         yield
     except Fenced as error:
@@ -147,7 +147,7 @@ def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
             if isinstance(error, Exception):
                 self._report("update" if _half_updated(self) else "step", None, error)
             raise
-        finally:  # a script that catches the exception may change the state, which other workers must not fetch then
+        finally:  # after an exception the script may change the state, so other workers must not fetch it
             self._exchange.withdraw()
 
     return called

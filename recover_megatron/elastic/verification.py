@@ -1,7 +1,7 @@
 """Comparison of the workers' states, which must be equal.  The workers exchange digests over the step's ring.
 
 1. Each worker sends one number, a digest of its complete state.  If all numbers are equal, nothing else is sent.
-2. Otherwise each worker sends two numbers per value (name, digest), which shows the values that differ.
+2. Otherwise each worker sends two numbers per value of its state (hash of the name, digest), to find the differences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""Function that sends a list of signed 64-bit integers to all members, waits, and returns all lists by rank."""
+"""Function that sends a list of signed 64-bit integers to all members, and returns the lists of all, by rank."""
 
 _MOST_NAMES = 5
 
@@ -24,7 +24,7 @@ class Verdict:
     odd: tuple[int, ...]
     """Ids of the workers whose state differs from the majority's, ascending; all workers if there is no majority."""
     most: tuple[int, ...]
-    """Ids of the workers, more than half of all, whose states are equal; empty if there is no majority."""
+    """Ids of the majority: more than half of the workers, with equal states; empty if there is no majority."""
     names: str
     """Names of the first five values that differ, and the number of further values that differ, for messages."""
 

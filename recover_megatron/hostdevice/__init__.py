@@ -22,7 +22,7 @@ log = get_logger(__name__)
 _active = False
 
 DEADLINE_S = 60.0
-"""Seconds to wait until the CUDA driver is initialized, which takes a few seconds on a node with eight GPUs."""
+"""Maximum time to initialize the CUDA driver, in seconds; a node with eight GPUs needs a few seconds."""
 
 # A program that prints one line: "none" (no driver, or a driver without a device), "devices N", or "broken TEXT".
 _PROBE = """
@@ -133,8 +133,8 @@ def activate(within: str | None = None) -> None:
     """Make torch and Megatron of this process run on the host.  Idempotent; it cannot be undone.
 
     Raises ``HostDeviceError`` if a Megatron module was imported before, because Megatron keeps references to functions
-    that are replaced here.  ``within``: if a package of a patched Megatron calls this function, the package's name;
-    then only modules of this package are checked.  The process of rank 0, or without a rank, logs one line.
+    that are replaced here.  A package of a patched Megatron that calls this function passes its name as ``within``, and
+    only modules of that package are checked.  A process that has rank 0 or no rank logs one line.
     """
     global _active
     if _active:

@@ -23,10 +23,10 @@ from recover_megatron.hostdevice import ssm
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with the interface of apex's and Transformer Engine's FusedAdam: one step count per group.
 
-    As in Transformer Engine, moments may be bfloat16 (``exp_avg_dtype``, ``exp_avg_sq_dtype``; None: the parameter's
-    dtype).  A bfloat16 parameter may have a float32 main parameter (``master_weights``), stored completely or as the 16
-    bits that the parameter lacks (``store_param_remainders``).  Gradients of any dtype may be in ``decoupled_grad``.
-    The optimizer computes in float32.
+    As in Transformer Engine, moments may be bfloat16 (``exp_avg_dtype``, ``exp_avg_sq_dtype``; if None, they have
+    the parameter's dtype).  A bfloat16 parameter may have a float32 main parameter (``master_weights``), stored
+    completely or as the 16 bits that the parameter lacks (``store_param_remainders``).  Gradients of any dtype may be
+    in ``decoupled_grad``.  The optimizer computes in float32.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad  # Megatron may change this attribute later
         self.store_param_remainders = store_param_remainders and master_weights
         self._scales: dict[Any, dict[str, torch.Tensor]] = {}
-        """Parameter -> name of a bfloat16 state tensor -> its scale, which is 1; Transformer Engine has this, too."""
+        """Parameter -> name of a bfloat16 state tensor -> scale, always 1; Transformer Engine has such an attribute."""
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
 
@@ -103,7 +103,7 @@ class FusedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if None in self.name_to_dtype_map.values():
-            return  # moments have the parameter's dtype, in which torch has loaded them
+            return  # torch has loaded moments in the parameter's dtype, which is right here
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, p in zip(numbers, every, strict=True):
@@ -134,7 +134,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self.master_weights and p.dtype != torch.float32:
             main = state["master_param"]
         if main.dtype == torch.int16:
-            high = p.view(torch.int16).int() - (main < 0).int()  # if the low bits are negative, ``p`` was rounded up
+            high = p.view(torch.int16).int() - (main < 0).int()  # negative low bits: ``p`` was rounded up
             main = (high << 16 | main.int() & 0xFFFF).view(torch.float32)
         moments = [state[name] for name in self.name_to_dtype_map]
         for name, moment in zip(self.name_to_dtype_map, moments, strict=True):

@@ -64,10 +64,10 @@ def visible(
         queries: [queries], position of each query.
         keys: number of keys; their positions are 0 .. keys - 1.
         causal: True if a query sees no keys at later positions.
-        window: (before, after), numbers of earlier and later positions that a query sees, -1 for all; None: use
-            ``causal``.
-        boundaries: boundaries of the queries' packed sequences (see ``sequences_of``); None: one sequence.
-        of_keys: boundaries of the keys' packed sequences; None: the same as ``boundaries``.
+        window: (before, after), numbers of earlier and later positions that a query sees, -1 for all; None if
+            only ``causal`` applies.
+        boundaries: boundaries of the queries' packed sequences (see ``sequences_of``); None if there is one sequence.
+        of_keys: boundaries of the keys' packed sequences; None if equal to ``boundaries``.
     """
     rows, columns = queries[:, None], torch.arange(keys)[None, :]
     if window is not None:
@@ -150,7 +150,7 @@ def for_class(original: Any, module: ModuleType) -> type:
     """
 
     class DotProductAttention(original):
-        """Megatron's attention or, for configurations that Megatron's does not support, this module's attention."""
+        """Megatron's attention, or this module's attention for configurations that Megatron's attention refuses."""
 
         def __init__(
             self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any

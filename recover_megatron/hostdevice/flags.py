@@ -47,7 +47,8 @@ def host_defaults() -> list[str]:
 def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str = "leave it out") -> Rule:
     """Return a rule that refuses ``flag`` because of ``why``; ``do`` is the remedy.
 
-    ``file``: Megatron's file in which the run would fail.  ``when``: condition of the refusal; None: the flag is given.
+    ``file``: Megatron's file in which the run would otherwise fail.  ``when``: condition of the refusal; None if
+    every use of ``flag`` is refused.
     """
     return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
@@ -70,11 +71,11 @@ _ARGUMENTS = "training/arguments.py"
 RULES = [
     _out("--transformer-impl other than local", _TE, "core/models/gpt/gpt_layer_specs.py",
          lambda args: getattr(args, "transformer_impl", "local") != "local", "use --transformer-impl local"),
-    _out("--distributed-backend nccl", "NCCL reaches GPU memory only", "training/initialize.py",
+    _out("--distributed-backend nccl", "NCCL can access GPU memory only", "training/initialize.py",
          is_one_of("distributed_backend", "nccl", "ucc"), "use --distributed-backend gloo"),
-    _out("gradient accumulation fusion", "a CUDA extension", "core/tensor_parallel/layers.py",
+    _out("gradient accumulation fusion", "needs a CUDA extension", "core/tensor_parallel/layers.py",
          is_set("gradient_accumulation_fusion"), "use --no-gradient-accumulation-fusion"),
-    _out("masked softmax fusion with --bf16 or --fp16", "a CUDA extension", "core/fusions/fused_softmax.py",
+    _out("masked softmax fusion with --bf16 or --fp16", "needs a CUDA extension", "core/fusions/fused_softmax.py",
          all_of(is_set("bf16", "fp16"), is_set("masked_softmax_fusion")), "use --no-masked-softmax-fusion"),
     _out("rope fusion", _TE, _CONFIG,
          all_of(is_set("apply_rope_fusion"), is_one_of("position_embedding_type", "rope", "yarn", "mrope")),
@@ -85,26 +86,26 @@ RULES = [
     _out("CUDA graphs", "there is no CUDA", "core/transformer/cuda_graphs.py",
          has_cuda_graphs, "use --cuda-graph-impl none and neither --enable-cuda-graph nor --external-cuda-graph"),
     _out("--optimizer-cuda-graph", "there is no CUDA", "core/optimizer/optimizer_cuda_graph.py"),
-    _out("--use-nccl-ub", "NCCL only", "core/nccl_allocator.py", is_set("nccl_ub")),
-    _out("--use-sharp", "NCCL only", "core/parallel_state.py"),
+    _out("--use-nccl-ub", "works with NCCL only", "core/nccl_allocator.py", is_set("nccl_ub")),
+    _out("--use-sharp", "works with NCCL only", "core/parallel_state.py"),
     _out("--tp-comm-overlap", _TE, "training/initialize.py"),
     _out("--symmetric-ar-type", _TE, _CONFIG),
     _out("--cross-entropy-fusion-impl te", _TE, "core/models/common/language_module/language_module.py",
          all_of(is_set("cross_entropy_loss_fusion"), is_one_of("cross_entropy_fusion_impl", "te")), "use native"),
     _out("--moe-permute-fusion", _TE, _CONFIG),
     _out("--moe-router-fusion", _TE, "core/transformer/moe/moe_utils.py"),
-    _out("--moe-token-dispatcher-type flex (DeepEP, HybridEP)", "GPU communication libraries",
+    _out("--moe-token-dispatcher-type flex (DeepEP, HybridEP)", "needs GPU communication libraries",
          "core/transformer/moe/token_dispatcher.py",
          lambda args: is_set("moe_enable_deepep")(args) or is_one_of("moe_token_dispatcher_type", "flex")(args),
          "use alltoall or allgather"),
     _out("--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8", _TE, "core/optimizer/__init__.py",
-         keeps(*SCALED), "use fp32, for moments also bf16"),
+         keeps(*SCALED), "use fp32 (or, for moments, bf16)"),
     _out("--optimizer-cpu-offload", "there is no device to offload from",
          "core/optimizer/cpu_offloading/hybrid_optimizer.py"),
     _out("--cpu-offloading-num-layers", _TE, "core/transformer/transformer_block.py"),
     _out("--fine-grained-activation-offloading", _TE, _ARGUMENTS),
     _out("--delay-wgrad-compute", _TE, _ARGUMENTS),
-    _out("--batch-invariant-mode", "FlashAttention and Triton kernels",
+    _out("--batch-invariant-mode", "needs FlashAttention and Triton kernels",
          "core/transformer/custom_layers/batch_invariant_kernels.py"),
     _out("--hybrid-context-parallel", _TE, "core/transformer/dot_product_attention.py"),
     _out("--sft with --context-parallel-size", _TE, "core/utils.py",
@@ -130,11 +131,11 @@ RULES = [
     _out("--record-memory-history", "records CUDA memory", "training/utils/utils.py"),
     _out("--log-straggler", "reads the GPU's clock and power", "core/utils.py"),
 ]  # fmt: skip
-"""Refused flags.  With Megatron 0.19.2 on the host device, a run with each of them failed, or ignored --fp8-format."""
+"""Refused flags.  Each flag made a run with Megatron 0.19.2 on the host device fail, except --fp8-format (ignored)."""
 
 
 def unsupported(args: Any) -> list[str]:
-    """Return the reasons why a run with Megatron's parsed flags ``args`` cannot run without a GPU; empty if it can.
+    """Return the reasons why Megatron cannot run with the parsed flags ``args`` without a GPU; empty if it can.
 
     Each reason is a line with the flag, the reason, the remedy, and Megatron's file in which the run would fail.  May
     be called before or after Megatron's own validation of ``args``.
@@ -204,6 +205,6 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 def speaks() -> bool:
     """Return whether this process logs for the run: it has rank 0 or no rank, and multiprocessing did not start it."""
-    main = sys.modules.get("__mp_main__")  # script.py sets it; multiprocessing sets it in a spawned process
+    main = sys.modules.get("__mp_main__")  # set by script.py, and in a spawned process by multiprocessing
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
     return os.environ.get("RANK", "0") == "0" and not spawned

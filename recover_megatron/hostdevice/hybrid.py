@@ -43,7 +43,7 @@ def _in_place(part: Any, replaced: dict[int, Any]) -> Any:
 
 @functools.cache
 def local_modules() -> dict[str, type]:
-    """Return name of a Transformer Engine module in Megatron -> local module that replaces it."""
+    """Return a map: name of a Transformer Engine module in Megatron -> local module that replaces it."""
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     column: Any = layers.ColumnParallelLinear
     norm_of: Any = sys.modules["megatron.core.fusions.fused_layer_norm"].FusedLayerNorm

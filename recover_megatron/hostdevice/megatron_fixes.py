@@ -34,7 +34,7 @@ class Fix:
     apply: Callable[[ModuleType], None]
     why: str
     expects: Mapping[str, str | None] = field(default_factory=dict)
-    """Name of a function in the module -> names of its parameters, separated by spaces; None: any parameters."""
+    """Name of a function in the module -> names of its parameters, separated by spaces; None if any parameters fit."""
 
     def make(self, module: ModuleType) -> None:
         """Apply the fix; if a function in ``expects`` differs, raise ``UnsupportedMegatron`` and change nothing."""
@@ -130,7 +130,7 @@ def _allocated_on_the_stream(module: ModuleType) -> None:
 
 
 def _te_from(*versions: str) -> Callable[[ModuleType], None]:
-    """Return a fix: a module's ``is_te_min_version`` accepts ``versions``, as the host device has their features."""
+    """Return a function that makes ``is_te_min_version`` accept ``versions``: the host device has their features."""
 
     def apply(module: ModuleType) -> None:
         is_min = module.is_te_min_version
@@ -185,7 +185,7 @@ def _norms_of_vision(module: ModuleType) -> None:
     """Replace torch's LayerNorm where it is a default argument of the CLIP model (in some versions of Megatron)."""
     import torch
 
-    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # used in CLIP's transformer block
+    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # the class that CLIP's transformer block uses
     make = module.CLIPViTModel.__init__
     make.__defaults__ = tuple(norm if item is torch.nn.LayerNorm else item for item in make.__defaults__ or ())
 
@@ -299,7 +299,7 @@ FIXES = {
         _TE,
     ),
     "remainders-by-default": Fix(
-        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "as for remainders, when flags are checked", _TE
+        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "as for remainders, in the check of flags", _TE
     ),
     "norms-in-float64": Fix(
         "megatron.core.utils",
@@ -399,7 +399,7 @@ class _Finder:
         spec = next(filter(None, (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)), None)
         if spec is None or spec.loader is None:
             return spec
-        loader = spec.loader  # Python has created it for this import, so other imports are not affected
+        loader = spec.loader  # created by Python for this import only, so other imports are not affected
         execute = loader.exec_module
 
         def execute_and_fix(module: ModuleType) -> None:
@@ -440,7 +440,8 @@ def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
 def install(only: Collection[str] | None = None) -> None:
     """Register the fixes with the names ``only`` (default: all of ``FIXES``); idempotent.
 
-    Raises ``UnsupportedMegatron`` if an imported module differs from what its fix expects; so does a later import.
+    Raises ``UnsupportedMegatron`` if an imported module differs from what its fix expects.  A later import of such a
+    module raises the same error.
     """
     names = [name for name in (FIXES if only is None else only) if name not in _installed]
     _installed.update(names)

@@ -90,7 +90,7 @@ class Event:
 
 
 def table() -> list[Replacement]:
-    """Return all replacements.  Call this once, before one is applied: replacements call the functions they replace."""
+    """Return all replacements.  Call this once, before any is applied: replacements call the functions they replace."""
     rows: list[Replacement] = []
 
     def row(owner: Any, why: str, **values: Any) -> None:
@@ -272,7 +272,7 @@ def _reductions(row: Callable[..., None]) -> None:
         return bool(op == dist.ReduceOp.MAX or op == dist.ReduceOp.MIN)
 
     def factor(op: Any) -> Any:
-        """Return the factor of a PREMUL_SUM, a number or a tensor; torch 2.10 exposes it only to pickle."""
+        """Return the factor of a PREMUL_SUM, a number or a tensor, which torch 2.10 exposes only through pickling."""
         return op.__getstate__()[1]
 
     def extreme(tensor: torch.Tensor, op: Any, *rest: Any, **named: Any) -> Any:

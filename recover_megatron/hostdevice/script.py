@@ -52,7 +52,7 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as missing:
         if not f"{name}.".startswith(f"{missing.name}."):
-            raise  # the module exists, but a parent package of it imports a missing module
+            raise  # another module is missing, which a parent package of ``name`` imports
         spec = None
     code = spec.loader.get_code(spec.name) if spec and spec.loader and hasattr(spec.loader, "get_code") else None
     if spec is None or code is None:

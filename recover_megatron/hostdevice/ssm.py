@@ -156,7 +156,7 @@ def mamba_split_conv1d_scan_combined(
 class GatedRMSNorm(torch.nn.Module):
     """Root-mean-square norm of each group of numbers, multiplied by silu of a gate if a gate is given.
 
-    ``group_size``: numbers per group; None: one group.
+    ``group_size``: numbers per group; None if there is only one group.
     """
 
     def __init__(
@@ -258,4 +258,4 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops": {},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
 }
-"""Module -> name -> replacement that Megatron imports; these versions make Megatron pack sequences only in training."""
+"""Module -> name -> replacement for Megatron.  With these versions Megatron packs sequences only in training."""

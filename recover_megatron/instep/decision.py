@@ -51,12 +51,12 @@ class JoinStatus:
     step: bool = False
     """True if decision ``at`` is a training step that the worker has begun."""
     boundary: bool = False
-    """True if decision ``at`` is a training step that the worker is about to begin: the plan may give it another
-    state."""
+    """True if decision ``at`` is a training step that the worker is about to begin.  Then the plan may replace the
+    worker's state."""
     total: int = 0
     """Number of microbatches of step ``at`` over all replicas."""
     ran: Sequence[int] = ()
-    """Ids of the microbatches, of all inner ranks, whose gradients the worker's replica holds."""
+    """Ids of the microbatches whose gradients the worker's replica holds, in any of its inner ranks."""
     iteration: int = 0
     """Training iteration under way, from 1; for a spare: the newest iteration that it knows of."""
     last_step: tuple[int, int] = (0, 0)
@@ -87,7 +87,7 @@ class JoinStatus:
     unreached: Sequence[int] = ()
     """Live workers to which the worker could not connect (``instep.meeting.edges``)."""
     building: bool = False
-    """True for a spare that is building its model, so that it has no state."""
+    """True for a spare that is building its model, and so has no state."""
     timeline: Timeline = (0, 0)
     """Newest timeline that the worker knows; ``iteration`` belongs to this timeline."""
     undone: int = 0
@@ -141,16 +141,17 @@ class Rollback:
     iteration: int
     """Last iteration whose update is in the state to which the run goes back."""
     source: str
-    """Argument of Megatron that names the checkpoint's folder (``SOURCES``); or ``MEMORY``: a snapshot is loaded; or
-    ``HELD``: the workers with a place have the older state already."""
+    """Argument of Megatron that names the checkpoint's folder (``SOURCES``); ``MEMORY`` if a snapshot is loaded;
+    ``HELD`` if the workers with a place already have the older state."""
     lost: int
     """Number of iterations that were committed after ``iteration`` and are run again.
 
-    If this rollback replaces an earlier one that was not carried out, the iterations of both count.  If no live
-    worker knows the last iterations, the number is estimated from the last heartbeats of the lost workers.
+    If this rollback replaces an earlier rollback that was not carried out, the number includes the iterations
+    counted in the earlier one.  If no live worker knows the last iterations, the number is estimated from the last
+    heartbeats of the lost workers.
     """
     committed: bool = False
-    """True if ``lost`` includes the iteration that was under way when the state was lost.  Its step was committed, but
+    """True if ``lost`` includes the iteration that was under way when the state was lost: its step was committed, but
     its evaluation may not have been run."""
 
     @property
@@ -208,12 +209,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Beyond:
-    """Facts about workers outside an epoch, which the epoch's plan needs."""
+    """Facts that an epoch's plan needs about workers outside the epoch."""
 
     committed: int = 0
     """Number of the last committed decision; members that were set aside may not know it."""
     seen: int = 0
-    """Newest iteration that the workers lost since the previous epoch had reported; 0: no worker was lost."""
+    """Newest iteration reported by workers that were lost after the previous epoch; 0: no worker was lost."""
     aside: bool = False
     """True if some workers are set aside and may come back with their state."""
 
@@ -250,10 +251,10 @@ class Decision:
     timeline: Timeline = (0, 0)
     """Newest timeline.  All workers with a place are in it, or will be after their rollback."""
     before: Timeline = (0, 0)
-    """Newest timeline that any member reported when this decision was made."""
+    """Newest timeline in the statuses from which this decision was computed."""
     same_as: int = -1
-    """If ``timeline`` began with states that workers still had (``HELD``): epoch of the earlier timeline of these
-    states, which remain usable.  Otherwise -1."""
+    """Epoch of the earlier timeline whose states remain usable, because ``timeline`` began with them (``HELD``); -1: no
+    earlier state is usable."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Newest checkpoints that any member knows, newest first."""
     copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -280,7 +281,7 @@ class Decision:
     mirrors: Mapping[int, int] = field(default_factory=dict)
     """Spare -> worker whose state this spare copies before every step, because no other worker has the state."""
     enough: int = 0
-    """Greatest number of replicas that the run may have when all live workers are ready for a place."""
+    """Greatest number of replicas that the run may have after all live workers have become ready for a place."""
     state_lost: str = ""
     """Reason why the state is lost although enough workers for a replica live; empty: the state is not lost."""
     peer_stores: Mapping[int, str] = field(default_factory=dict)
@@ -292,7 +293,7 @@ class Decision:
     left_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
     """Complete replica that gets no place -> the broken edges that are the reason."""
     draining: tuple[str, ...] = ()
-    """Nodes that the run drains.  Workers with a place on these nodes leave at the next boundary, all others now."""
+    """Nodes that the run drains.  Their workers leave: those with a place at the next boundary, spares now."""
     undrained: Mapping[str, str] = field(default_factory=dict)
     """Node whose drain was refused -> reason why the run needs this node."""
     leaving: frozenset[int] = frozenset()

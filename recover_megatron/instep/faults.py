@@ -1,12 +1,13 @@
 """Decides what caused an exception: a model-parallel peer, this worker's host or device, or the training code.
 
-peer         an operation on a group of this replica failed         ``is_in_a_group`` if a peer is lost, otherwise
-                                                                    ``is_communication``; the worker is an orphan
-own host     this host or device has a fault                        ``is_own``; the worker exits, the run continues
-CUDA context CUDA has failed in this process                        ``is_of_device``; the worker exits soon, even if it
-                                                                    is an orphan or a call hangs (``exit_soon``)
-any other    this worker or the training code is at fault           the worker exits and reports ``signature``; the run
-                                                                    ends if other workers report the same signature
+cause        meaning                                         test, and what the worker does
+peer         an operation on a group of this replica failed  ``is_in_a_group`` if a peer is lost, otherwise
+                                                             ``is_communication``; the worker becomes an orphan
+own host     this host or device has a fault                 ``is_own``; the worker exits, the run continues
+CUDA context CUDA has failed in this process                 ``is_of_device``; the worker exits soon, even if it is
+                                                             an orphan or a call hangs (``exit_soon``)
+any other    this worker or the training code is at fault    no test; the worker exits and reports ``signature``; the
+                                                             run ends if other workers report the same signature
 
 An ``InStepError`` makes a worker leave the training before its end.
 """
@@ -81,7 +82,10 @@ class OtherFlags(RunOver):
 
 
 class OtherPosition(InStepError):
-    """Raised if the plan needs this spare in another ``position``: it must build that model, then wait again."""
+    """Raised if the plan needs this spare in another ``position``.
+
+    The spare must build the model of this position, then wait again.
+    """
 
     def __init__(self, position: int) -> None:
         super().__init__(f"the run wants this worker in position {position}")
@@ -115,11 +119,11 @@ _SIGNS = (
     "ncclSystemError",
     "NCCL communicator was aborted",
 )
-"""Texts of communication errors that torch raises as plain RuntimeErrors, as gloo does."""
+"""Texts of communication errors that torch and gloo raise as plain RuntimeErrors."""
 
 _COMMON_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-"""Texts that also occur in errors of other libraries.  Such an error counts only if an operation on a group raised
-it."""
+"""Texts that also occur in errors of other libraries.  An error with such a text is a communication error only if an
+operation on a group raised it."""
 
 _IN_A_GROUP = (
     "torch/distributed/distributed_c10d.py",
@@ -138,10 +142,10 @@ _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 DISK_QUOTA = "Disk quota exceeded"
 _FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
-"""Free bytes below which a file system counts as full: torch's archive writer does not report why it failed."""
+"""Free bytes below which a file system counts as full, since torch's archive writer does not report why it failed."""
 
 _FILE_NUMBERS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-"""Error numbers of operations on open files; such an OSError does not contain the file's name."""
+"""Error numbers of failed operations on open files; an OSError with such a number does not contain the file's name."""
 _ARCHIVE = "PytorchStreamWriter failed"
 """Text of errors of torch's archive writer; such an error does not contain the file's name."""
 
@@ -173,13 +177,13 @@ _CUDA_FULL = "out of memory"
 """Text of the only CUDA error after which a process can continue."""
 
 _FROM_A_LOADER = "in DataLoader worker process"
-"""Text in an error that a process of a torch DataLoader raised; the original traceback and error follow it."""
+"""Text in errors that processes of a torch DataLoader raise; the original traceback and error follow this text."""
 
 
 def is_communication(error: BaseException) -> bool:
     """Return whether ``error`` is a communication error, so that the loss of another worker may be its cause.
 
-    Also True if ``error`` was raised while a communication error was handled: torch's logging of errors may fail.
+    Also True if ``error`` was raised while a communication error was handled, since torch's error logging may fail.
     """
     return any(map(_is_communication, _causes(error)))
 
@@ -211,7 +215,7 @@ def _files(error: BaseException) -> list[str]:
 
 
 def is_own(error: BaseException) -> bool:
-    """Return whether ``error`` is a fault of this worker's host or device, which other workers need not have.
+    """Return whether ``error`` is a fault of this worker's host or device, which other workers may not have.
 
     For a ``CheckpointFailed`` the attribute ``own`` decides, since workers share the checkpoint's file system.
     """
@@ -280,7 +284,7 @@ def signature(error: BaseException) -> str:
     for name in (full, full.partition(".")[0]):
         if name:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "this host", text)
-    if _FROM_A_LOADER in text:  # keep only the original error, which the main process of another worker may raise
+    if _FROM_A_LOADER in text:  # keep only the original error: another worker may raise it without a loader process
         text = text.rpartition(f" {type(error).__name__}: ")[2]
     return f"{type(error).__name__}: {text}"[:1000]
 
@@ -306,7 +310,7 @@ def _any_in(texts: list[str], parts: Iterable[str]) -> bool:
 
 
 END_SECONDS = 4.0
-"""Seconds after which a process with a broken device exits, if it has not ended in order."""
+"""Seconds after which a process with a broken device exits, if it has not exited normally before."""
 
 
 def check_device(device: torch.device) -> None:

@@ -25,8 +25,8 @@ class Hooks(Protocol):
     """Interface that the training framework implements: actions at turning points, and facts about the training.
 
     Methods whose docstring says so are called in the main thread only.  All other methods may also be called in the
-    session's or the spare's thread.  They must be quick, and neither wait for other workers nor call a method of the
-    manager that does.
+    session's or the spare's thread.  They must be quick.  They must not wait for other workers, nor call a method of
+    the manager that waits.
 
         a model-parallel peer is lost, or this worker is evicted    abort_replica
         this worker joins an epoch                                  version, state_of, last_step, checkpoints,
@@ -74,7 +74,10 @@ class Hooks(Protocol):
         """Return the epoch of the timeline to which this worker's state belongs (``decision.Timeline``)."""
 
     def digest(self) -> str:
-        """Return a digest of the state, equal for equal states in a column; empty: none.  Called in the main thread."""
+        """Return a digest of the state, equal for equal states in a column; empty if it was not computed.
+
+        Called in the main thread.
+        """
 
     def last_step(self) -> tuple[int, int]:
         """Return (iteration, decision number) of the last training step begun with the present state; (0, 0): none."""
@@ -90,15 +93,15 @@ class Hooks(Protocol):
 
 
 FIRST_SECONDS = 600.0
-"""Seconds, in addition to the hang timeout, between marks in a worker's first decision, in which it compiles
-kernels."""
+"""Seconds, in addition to the hang timeout, that a worker may take between marks in its first decision, in which it
+compiles kernels."""
 
 STORAGE_SECONDS = 3600.0
 """Seconds, in addition to the hang timeout, for which reading or writing a checkpoint may move no byte."""
 LOOK_SECONDS = 1.0
 LEAST_BYTES = 1 << 16
-"""Least number of bytes, read or written between two checks, that count as progress; a worker's messages cause
-fewer."""
+"""Least number of bytes, read or written between two checks, that count as progress: more bytes than a
+worker's messages cause."""
 
 T = TypeVar("T")
 
@@ -144,9 +147,9 @@ class ProgressReports:
     def end_run(self, what: str, error: Exception) -> None:
         """Terminate the run for all workers, with exit code 1, before the iteration under way is committed.
 
-        Returns when this worker is out of the run.  Until then no epoch begins without this worker, so none commits
-        the iteration.  If the coordinator is lost, this worker reports the error to the next coordinator.  ``what``:
-        beginning of the reason, as in "worker 3 has found wrong gradients".
+        Returns when this worker is out of the run.  Until then no epoch begins without this worker, so no worker
+        commits the iteration.  If the coordinator is lost, this worker reports the error to the next coordinator.
+        ``what``: beginning of the reason, as in "worker 3 has found wrong gradients".
         """
         reason = f"{what} in iteration {self._hooks.iteration()}, which no worker applies: {error}"
         then = "start again from the last checkpoint; if the error comes back, the code is at fault, not a device"
@@ -177,7 +180,7 @@ class ProgressReports:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Mark this worker as waiting inside the context for other workers, which are then blamed for a hang."""
+        """Mark this worker, until the context ends, as waiting for other workers, which are then blamed for a hang."""
         phase, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(what, microbatch=microbatch, waiting=True)
         try:
@@ -187,7 +190,10 @@ class ProgressReports:
 
     @contextmanager
     def storage(self, phase: str) -> Iterator[None]:
-        """Mark this worker as waiting for storage inside the context, for the hang timeout plus the stall timeout."""
+        """Mark this worker, until the context ends, as waiting for storage.
+
+        The wait may last for the hang timeout plus the stall timeout.
+        """
         before, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(phase, microbatch=microbatch, allow=self._session.settings.stall_timeout)
         self.inject(phase)
@@ -213,7 +219,7 @@ class ProgressReports:
         def do() -> T:
             self.mark(phase, allow=STORAGE_SECONDS)
             over = threading.Event()
-            with suppress(RuntimeError):  # if no thread can be started, ``work`` may take one hour
+            with suppress(RuntimeError):  # without this thread, ``work`` may take ``STORAGE_SECONDS``
                 threading.Thread(target=look, args=(over,), name="recover-moving", daemon=True).start()
             try:
                 return work()
@@ -237,7 +243,7 @@ class Announcements:
     opened(n)   rendezvous n was opened: publish which operations are over for this worker, since other workers may
                 have been interrupted in these operations; wake the threads that wait for this object
     over()      an operation is over for this worker: publish this if a rendezvous is open
-    leave()     this worker has lost its place: publish that it performs no operation for which other workers wait
+    leave()     this worker has lost its place: publish that other workers must not wait for it in an operation
     """
 
     _assignment: Assignment
@@ -253,8 +259,10 @@ class Announcements:
     # ---- the session's thread
 
     def opened(self, rendezvous: int, workers: frozenset[int]) -> None:
-        """Record that ``rendezvous`` was opened among ``workers``, and publish operations that are over; does not
-        wait."""
+        """Record that ``rendezvous`` was opened among ``workers``, and publish operations that are over.
+
+        Does not wait for other workers.
+        """
         with self._news:
             self._opened, self._counted_on = rendezvous, workers
             repeats = self._repeats
@@ -265,7 +273,7 @@ class Announcements:
             repeats.end(f"rendezvous {rendezvous} was opened")
 
     def wake(self) -> None:
-        """Wake waiting threads: this worker has become an orphan, or is out of the run."""
+        """Wake waiting threads, because this worker has become an orphan, or is out of the run."""
         with self._news:
             repeats = self._repeats
             self._news.notify_all()
@@ -280,7 +288,7 @@ class Announcements:
     # ---- the main thread
 
     def close_repeats(self) -> None:
-        """Close the groups in which operations were repeated: a new epoch has begun."""
+        """Close the groups in which operations were repeated, because a new epoch has begun."""
         with self._news:
             repeats, self._repeats = self._repeats, None
         if repeats is not None:
@@ -293,7 +301,7 @@ class Announcements:
                 self._publish(group, operation, OVER)
 
     def here(self, rendezvous: int, group: str, operation: str) -> None:
-        """Publish that an operation is not over for this worker, which waits while ``rendezvous`` is open."""
+        """Publish that an operation is not over for this worker, which waits for the members' answers."""
         with self._news:
             if self._opened == rendezvous:
                 self._publish(group, operation, HERE)
@@ -311,8 +319,7 @@ class Announcements:
         return None
 
     def wait(self, rendezvous: int, seconds: float) -> bool:
-        """Wait up to ``seconds`` until this object changes; return False without waiting if ``rendezvous`` is
-        closed."""
+        """Wait up to ``seconds`` for a change of this object; return False at once if ``rendezvous`` is closed."""
         with self._news:
             if self._opened != rendezvous:
                 return False
@@ -324,7 +331,7 @@ class Announcements:
         return self._repeats if self._repeats is not None and self._repeats.number == rendezvous else None
 
     def repeat(self, repeats: EpochGroups) -> bool:
-        """Repeat operations in the groups ``repeats``; return whether the rendezvous of these groups is still open."""
+        """Record the groups in which operations are repeated; return whether their rendezvous is still open."""
         with self._news:
             self._repeats = repeats
             return self._opened == repeats.number

@@ -14,7 +14,7 @@ thread that trains (the main thread; other threads may call only the methods tha
                                    run (a worker without a slot at launch begins with ``wait_for_place`` instead)
     for each iteration:
         at_boundary                new workers join here
-        step                       pass your microbatches' gradients; update the parameters only when it has returned
+        step                       pass your microbatches' gradients; after ``step`` has returned, update the parameters
         section                    everything else that needs workers of other replicas: the same sections in the same
                                    order on all workers
     finish                         once: the training is over for this worker
@@ -38,7 +38,7 @@ then continue with ``at_boundary``.  If ``is_of_mates`` returns False, this work
     NoReplica          no complete replica is left: the run ends for all, exit code 10
     StateLost          a part of the training's state is lost: the run ends for all, exit code 12
     Fenced             this worker was evicted, and the run continues without it: exit with code 13
-    CoordinatorLost    the run has ended, or its majority is lost: exit with the error's code
+    CoordinatorLost    the run has ended, or no coordinator may continue it: exit with the error's code
     EpochRevoked       raised only by operations of ``View.groups`` and by ``wait_in_touch``: let it propagate out of
                        the section, which then runs again (a step uses neither)
 
@@ -107,7 +107,7 @@ class Manager:
     # ---- the training
 
     def start(self, traffic: Traffic) -> None:
-        """Join the first epoch, with all workers of the launch.  ``traffic`` then uses the groups of the epochs."""
+        """Join the first epoch, with all workers of the launch; from then on ``traffic`` uses the epoch's groups."""
         self._parts.rendezvous.start()
         traffic.recovery = self._parts
 
@@ -115,7 +115,7 @@ class Manager:
         """Meet all other workers before a step if a plan or the verify interval requires it.
 
         In this meeting workers join or leave, and states are compared.  ``prepare`` is called before each such meeting,
-        for work that does not need the joining workers; it may consist of sections only.
+        for work that must be done without the joining workers; it may run sections.
         """
         self._parts.boundary.meet_if_wanted(prepare)
 
@@ -125,13 +125,13 @@ class Manager:
         :param tail: the bucket that is summed last, with the losses and the counts of microbatches
         :param share: 1 / number of workers of the tail's column in one replica
         :param balance: if passed, slow replicas get fewer microbatches from the next step on
-        :raises Disagreement: this worker's microbatches or gradients cannot be right: terminate the process.  If wrong
+        :raises Disagreement: if this worker's microbatches or gradients are wrong; terminate the process.  If wrong
             gradients may be in a sum, the run ends for all workers, and no worker commits the step; otherwise the other
             replicas run this replica's microbatches
         """
         self._parts.show(total)
         outcome = Step(self._parts, trainer, total, tail, share).run()
-        if balance is not None and not outcome.by_plan:  # by_plan: the new plan has reset the quotas of all workers
+        if balance is not None and not outcome.by_plan:  # if by_plan, the new plan has reset the quotas
             self._parts.rebalance(outcome.speeds, total, balance)
         return outcome
 
@@ -145,21 +145,21 @@ class Manager:
         phase: str = "",
         moved: Callable[[], int] | None = None,
     ) -> Any:
-        """Run a section: call ``run`` on all workers, again from the start if a worker is lost; return its result.
+        """Run a section: call ``run`` on all workers; call it again if a worker is lost; return the result.
 
         :param run: called again after an interruption, so it must have no effect that a second call would double
         :param reset: undoes effects of an interrupted ``run`` before the next call.  Tensors that collectives overwrote
-            are restored without it
-        :param together: the workers of a replica wait for each other in ``run``, so they begin it together
+            are restored in any case
+        :param together: True if the workers of a replica wait for each other in ``run``, and so must all call it
         :param phase: phase that this worker reports during ``run`` if ``moved`` is passed; default: ``kind``
-        :param moved: returns the number of bytes read and written so far; as long as it grows, ``run`` counts as alive
+        :param moved: returns the number of bytes read and written so far; while it grows, no mark is needed
         """
         if moved is not None:
             run = self._parts.progress.moving(phase or kind, run, moved)
         return self._parts.sections.run(kind, run, reset=reset, together=together)
 
     def finish(self) -> None:
-        """Leave the run in order, once all workers have reached the end of the training."""
+        """Leave the run normally, after all workers have reached the end of the training."""
         self._parts.finish()
 
     # ---- reports of this worker
@@ -173,7 +173,7 @@ class Manager:
         self._parts.progress.mark(phase, microbatch=microbatch, waiting=waiting, allow=allow)
 
     def waiting(self, what: str, *, storage: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which this worker waits for other workers or, with ``storage``, for data.
+        """Return a context in which this worker waits for other workers or, if ``storage`` is True, for data.
 
         If a wait for other workers hangs, the other workers are blamed.  A wait for data may last for the hang timeout
         and the stall timeout together.
@@ -182,7 +182,7 @@ class Manager:
         return progress.storage(what) if storage else progress.waiting(what)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the present one).  From any thread."""
+        """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the present one); from any thread."""
         self._parts.progress.inject(phase, iteration)
 
     def log(self, event: str, *, note: str = "", **fields: Any) -> None:
@@ -197,20 +197,21 @@ class Manager:
     # ---- errors
 
     def check(self) -> None:
-        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
+        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out of the
+        run."""
         self._parts.orphan.stay()
 
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Send a request to the coordinator, and return when it has answered, usually without delay.  From any thread.
+        """Wait until the coordinator has answered this worker within the last heartbeat timeout; from any thread.
 
-        Call it before an action that this worker must not perform after its eviction, which it cannot notice while its
-        process is suspended.  Raises ``Fenced`` or ``CoordinatorLost``; ``EpochRevoked`` unless ``in_epoch`` is False;
-        and, after ``finish``, another ``MembershipError``.
+        Usually returns at once.  Call it before an action that an evicted worker must not perform: a worker does not
+        notice its eviction while its process is suspended.  Raises ``Fenced`` or ``CoordinatorLost``; ``EpochRevoked``
+        unless ``in_epoch`` is False; and, after ``finish``, another ``MembershipError``.
         """
         self._parts.session.wait_in_touch(in_epoch=in_epoch)
 
     def is_of_mates(self, error: BaseException) -> bool:
-        """Return whether a loss in this replica caused ``error``, or this worker is an orphan already.
+        """Return True if a loss in this replica caused ``error``, or if this worker is already an orphan.
 
         Returns False for a failure of CUDA.  May wait for the report of a loss.  Raises ``Fenced`` or
         ``CoordinatorLost`` if this worker is out of the run.
@@ -220,8 +221,8 @@ class Manager:
     def lose_state(self, what: str) -> NoReturn:
         """Report that no worker holds a part of the training's state any more; ``what`` names the part in messages.
 
-        Raises ``Orphaned`` if there is a checkpoint or a snapshot to go back to; else ends the run for all workers, and
-        raises ``StateLost``.
+        If the run can go back to a checkpoint or a snapshot, raises ``Orphaned``.  Otherwise ends the run for all
+        workers, and raises ``StateLost``.
         """
         if self._parts.planner.can_go_back:
             self._parts.orphan.leave(what)
@@ -251,10 +252,10 @@ class Manager:
     def wait_for_place(self, **offer: Any) -> Decision:
         """Wait as a spare; return the decision that gives this worker a place.
 
-        :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position`` None:
+        :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position=None`` if
             this worker can take no place
-        :raises OtherPosition: this worker must build the model of another position, which is now its position, and call
-            this method again
+        :raises OtherPosition: this worker now has another position; build the model of this position, then call this
+            method again
         :raises RunOver: there will be no place
         """
         try:
@@ -267,20 +268,23 @@ class Manager:
     def take_place(self, decision: Decision, traffic: Traffic) -> Iterator[None]:
         """Take this worker's place in ``decision``; the ``with`` block creates the worker's groups and loads its state.
 
-        From then on ``traffic`` uses the groups of the epochs.  If the block raises, call ``leave`` again.
+        From then on ``traffic`` uses the groups of the present epoch.  If the block raises, call ``leave`` again.
         """
         self._parts.orphan.come_back(decision)
         self.mark("regroup", waiting=True)
         traffic.recovery = self._parts
         yield
         self._parts.hooks.planned(decision)
-        # This writes the event only if all replicas are new: otherwise a worker of a continuing replica has written it.
+        # This writes an event only if all replicas are new; otherwise a worker of an older replica has written it.
         self._parts.planner.log(decision, None, 0.0)
 
-    # ---- the optimizer's state, where it is spread over the replicas
+    # ---- the optimizer's state, if it is spread over the replicas
 
     def shards(self, columns: Mapping[Column, Column], shadows: int, instances: int = 1) -> Shards:
-        """Return the ``Shards`` object, which knows the holder of each optimizer shard; it documents the parameters."""
+        """Return a ``Shards`` object, which knows the holder of each optimizer shard.
+
+        The parameters are those of ``Shards``.
+        """
         return Shards(dict(columns), shadows, self._parts.assignment, instances)
 
     def overlap(

@@ -29,7 +29,7 @@ from recover_megatron.workload.grid import LaunchGrid, Slot
 
 @dataclass(frozen=True)
 class Worker:
-    """Description of a worker when it enters the run, without its model and state."""
+    """Facts about a worker when it enters the run, except its model and state."""
 
     id: int
     slot: Slot | None
@@ -145,8 +145,8 @@ class Recovery:
 
         ``speeds``: replica -> seconds per microbatch.  All workers of a column have equal numbers, since these were
         summed with the gradients (``Tail``).  Columns measure different times, because pipeline stages wait for each
-        other differently, so ``agree`` returns the numbers of one rank on all workers of a model-parallel group.  After
-        a step that fresh replicas began late the quotas stay, since fresh replicas ran few of its microbatches.
+        other differently.  So ``agree`` returns the numbers of one rank on all workers of a model-parallel group.  If
+        fresh replicas began the step late, the quotas do not change, since these replicas ran few microbatches.
         """
         decision, shares = self.assignment.decision, self.assignment.shares
         if shares.easing:
@@ -167,7 +167,7 @@ class Recovery:
             )
 
     def finish(self) -> None:
-        """Leave the run in order, once all workers have reached the end of the training."""
+        """Leave the run normally, after all workers have reached the end of the training."""
         self.sections.run("end", lambda: None)
         self.orphan.finished = True
         self.assignment.epoch_groups.close()
@@ -175,8 +175,8 @@ class Recovery:
 
 
 UNEXPLAINED = 2
-"""Number of failures of communication inside a complete replica in one iteration, after which the training code is to
-blame."""
+"""Number of communication failures inside a complete replica in one iteration; after one more failure the training code
+is to blame."""
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ class Blame:
 
     If an operation on a group fails and a model-parallel peer is lost, the loss is the cause, whatever the error's
     text.  An error about a lost connection is attributed to a dead peer even before the death is reported; the worker
-    then leaves the replica and waits for a place.  If this happens more than ``UNEXPLAINED`` times in one iteration
+    then leaves the replica and waits for a place.  If more than ``UNEXPLAINED`` such errors occur in one iteration
     while all peers live, the training code is at fault (for example, two workers disagree on a shape).
     """
 
@@ -194,7 +194,7 @@ class Blame:
     _judged: tuple[BaseException | None, bool] = (None, False)
 
     def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
-        """Return whether another worker of this replica caused ``error``, so that this worker must leave the replica.
+        """Return whether another worker of this replica caused ``error``; if so, this worker must leave the replica.
 
         May wait once per error for the report of a death.  Raises as ``Session.wait_lost`` does.
         """
@@ -205,7 +205,7 @@ class Blame:
     def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
         if isinstance(error, Orphaned):
             return True
-        if is_of_device(error):  # also for an orphan: with a broken device it could never take a place again
+        if is_of_device(error):  # also for an orphan, which could not take a place with a broken device
             return False
         if recovery.orphan.orphaned:
             return True

@@ -7,11 +7,11 @@
        |                    RENDEZVOUS --------'
        |                         |  plan of the next epoch
        |                         v
-       '----> REDUCE <------- RERUN: pull all finished sums, run the lost microbatches into the unfinished ones
+       '----> REDUCE <------- RERUN: pull all finished sums, add the lost microbatches to all other sums
 
 The end of an epoch never interrupts COMPUTE and RERUN, in which workers communicate only inside their replica.  (If one
 worker left in the middle, its model-parallel peers would wait for it, and all other replicas would wait for these peers
-at the rendezvous.)  Only in REDUCE and AGREE, where replicas meet, does a worker check whether the epoch was revoked.
+at the rendezvous.)  Only in REDUCE and AGREE, which need all replicas, does a worker check whether the epoch is over.
 A worker whose replica is broken leaves the step in any state, with ``Orphaned`` or an error of its replica's groups.
 
 No parameter changes before COMMITTED, and after COMMITTED this step needs no worker of another replica.
@@ -33,7 +33,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.trainer import Outcome, Tail, Trainer, alive
 
 REGROUP_SECONDS = 120.0
-"""Seconds, in addition to the hang timeout, for opening all rings of an epoch, and again for the pull over them."""
+"""Seconds, in addition to the hang timeout, that opening all rings of an epoch may take; the same for the pull."""
 
 
 class State(Enum):
@@ -95,7 +95,7 @@ class Step:
                 if state is State.REDUCE or self._may_be_summed(error):
                     self._progress.end_run(f"worker {self._assignment.me} has found wrong gradients", error)
                 raise
-            if recovering and state is not State.RERUN:  # RERUN records the time of each part
+            if recovering and state is not State.RERUN:  # ``_rerun`` records the time of each of its parts
                 self._took(state.value, time.perf_counter() - started)
             recovering, state = recovering or following is State.RENDEZVOUS, following
         self._progress.tried.clear()  # an error from here on is not caused by a microbatch
@@ -114,7 +114,7 @@ class Step:
         if decision is None:
             self._todo = self._assignment.share(self._total)
             return State.COMPUTE
-        # Other replicas had begun this step when the present epoch was formed: the plan has this replica's share.
+        # Other replicas had begun this step when the present epoch was formed, so the plan assigns the microbatches.
         self._todo = decision.rerun.get(self._assignment.replica, [])
         return State.RERUN
 
@@ -128,7 +128,7 @@ class Step:
         return State.REDUCE
 
     def _reduce(self) -> State:
-        """Sum over the column the gradients, and the counts that show which replica ran which microbatches."""
+        """Sum the gradients over the column, and the counts that show which replica ran which microbatches."""
         assignment = self._assignment
         self._progress.mark("reduce-scatter", waiting=True)
         self._orphan.check()
@@ -168,8 +168,8 @@ class Step:
             gradients.hold()
             self._open_rings()
         self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
-        # If the epoch is revoked during the pull, workers of other columns may have finished theirs, and begun to run
-        # the microbatches, for which they need this worker.  REDUCE raises ``EpochRevoked`` again.
+        # If the epoch is revoked during the pull, continue: model-parallel peers may have finished the pull in their
+        # columns, and begun to run the microbatches, for which they need this worker.  REDUCE raises the error again.
         with self._phase("pull"), suppress(EpochRevoked):
             gradients.pull(assignment.epoch_groups, assignment.live, self._tail)
         self._progress.mark("forward")
@@ -182,13 +182,13 @@ class Step:
                 saved.restore()
         return State.REDUCE
 
-    # ---- parts of the above
+    # ---- helpers of the states
 
     def _may_be_summed(self, error: Disagreement) -> bool:
-        """Return whether wrong values of this worker may be in a sum that other workers can commit without it.
+        """Return whether wrong values of this worker may be in a sum that other workers can commit without this worker.
 
         After a forward and backward pass the model-parallel peers may have submitted gradients that depend on this
-        worker's values.  During a pass they have not, since they cannot finish the pass without this worker.
+        worker's values.  During a pass they cannot have done so, since they cannot finish the pass without this worker.
         """
         after_pass = isinstance(error, WrongGradients)
         return self._trainer.gradients.submitted or (after_pass and len(self._assignment.mates) > 1)
@@ -199,7 +199,7 @@ class Step:
         columns = dict.fromkeys([*self._trainer.gradients.columns, self._tail.column])
         rings = [alive(column, assignment.live) for column in columns]
         assignment.epoch_groups.open_rings(rings)
-        with suppress(EpochRevoked):  # REDUCE raises it again
+        with suppress(EpochRevoked):  # REDUCE raises the error again
             for ring in rings:
                 assignment.epoch_groups.ring(ring)
 

@@ -1,10 +1,10 @@
 """Input of a step (``Trainer``, ``Gradients`` and ``Tail``), its result (``Outcome``), and updated ``Parameters``.
 
-Path of the gradient and parameter buckets through the rings:
+Path of the gradient buckets through the rings:
 
-    buffers --(compute)--> LOCAL --submit, in one order--> rings --wait--> REDUCED --(commit)--> the optimizer
+    buffers --(compute)--> LOCAL --submit in fixed order-> rings --wait--> REDUCED --(commit)--> the optimizer
                              ^                                                 |
-                             '------ re-run: REDUCED spans saved, restored ----'
+                             '---- re-run: REDUCED spans saved, then restored -'
 
 With the distributed optimizer (``Shards``) the ring only reduce-scatters.  A sum is then REDUCED only at the workers
 that update their optimizer state with it; all other workers keep their own gradient.  After a death, with or without
@@ -31,8 +31,8 @@ from recover_megatron.workload.grid import Column
 class Gradients:
     """Gradient buckets of one worker, in the order in which all workers of their columns submit them.
 
-    ``parts``: (column, flat tensor) of each bucket.  ``shards``: says which worker needs which part of a sum, with the
-    distributed optimizer; None: every worker needs the complete sum.  ``memory``: memory in which sums are saved.
+    ``parts``: (column, flat tensor) of each bucket.  ``shards``: with the distributed optimizer, names the workers that
+    need each part of a sum; None: every worker needs the complete sum.  ``memory``: memory in which sums are saved.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Gradients:
             bucket.ledger.clear()
 
     def stream(self, epoch_groups: EpochGroups, live: frozenset[int]) -> None:
-        """From now on submit each bucket as soon as it and all earlier buckets are ready (--overlap-grad-reduce)."""
+        """Begin to submit each bucket as soon as it and all earlier buckets are ready (--overlap-grad-reduce)."""
         self.hold()
         self._stream = epoch_groups, live
 
@@ -84,7 +84,7 @@ class Gradients:
             try:
                 self._submit(*self._stream)
             except EpochRevoked:
-                self._stream = None  # ``reduce`` raises it again; until then this replica continues computing
+                self._stream = None  # ``reduce`` raises the error again; until then this replica computes
                 return
 
     def reduce(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
@@ -142,11 +142,11 @@ def alive(column: Column, live: frozenset[int]) -> Column:
 
 
 EXTRAS = 64
-"""Greatest number of losses and token counts in the tail, unless ``Tail`` gets another ``room``."""
+"""Greatest number of losses and token counts in the tail (default of ``room`` in ``Tail``)."""
 
 
 class Tail:
-    """Bucket with counts and losses, which is summed last over the ring of the dense parameters: float64, flat.
+    """Bucket with counts and losses (float64, flat); summed after all other buckets, over the dense parameters' ring.
 
     [count of id 0..total-1 | replica+1 of id 0..total-1 | seconds per microbatch of each replica | extras]
 
@@ -260,8 +260,8 @@ class Parameters:
 
         updated --gather--> each part from its primary, over the ring --all have agreed--> complete
            ^                        |
-           '---- epoch revoked -----'     pull: parts that arrived at some worker are copied to all; a shadow, which
-                                          has done the same update, sends the other parts of a lost primary
+           '---- epoch revoked -----'     pull: parts that some worker has received are copied to all; all other parts
+                                          of a lost primary come from a shadow, which has done the same update
 
     ``parts``: (column, flat tensor) of each bucket, in the order of the gradients' buckets.
     """

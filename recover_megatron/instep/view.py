@@ -30,7 +30,7 @@ class View:
     position: int | None
     """The position for which this worker's model is built; None: it has no model yet."""
     live: frozenset[Slot]
-    """Slots that have a worker in ``plan``.  As long as the plan is the same, this is the same object."""
+    """Slots that have a worker in ``plan``; the same object until the plan changes."""
     epoch_groups: EpochGroups | None
     quotas: Quotas
     snapshots: SnapshotStore

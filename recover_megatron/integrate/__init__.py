@@ -45,7 +45,7 @@ def misfit(owner: Any, name: str, parameters: Sequence[str], *, named: Sequence[
 
 
 def unlike(where: str, found: Sequence[str], parameters: Sequence[str], named: Sequence[str]) -> str | None:
-    """Return why the parameter list ``found`` is not as expected, as ``misfit`` does; ``where``: its name."""
+    """Return why the parameter list ``found`` of the function ``where`` is not as expected; see ``misfit``."""
     if tuple(found[: len(parameters)]) != tuple(parameters):
         return f"{where} takes ({', '.join(found)}), expected ({', '.join(parameters)}, ...)"
     if missing := [one for one in named if one not in found]:
@@ -71,7 +71,7 @@ class Seam:
     """Function of a loop that fills a role."""
 
     module: str
-    """Module in which the loop looks the function up: the caller's module if that imports the function by name."""
+    """Module in which the loop looks the function up: the calling module, if it imports the function by name."""
     name: str
     """Name of the function in the module; ``Class.method`` for a method."""
     parameters: tuple[str, ...] = ()
@@ -79,14 +79,14 @@ class Seam:
     named: tuple[str, ...] = ()
     """Further parameters that the function must have, at any place."""
     adapt: Callable[[Wrapper], Wrapper] | None = None
-    """Function that converts a wrapper for the role's parameters into one for this function; None: not necessary."""
+    """Function that converts a wrapper for the role's parameters into one for this function; None if none is needed."""
     optional: bool = False
     """True if some supported versions of the loop lack the function or its class; it is then not wrapped."""
     formerly: str = ""
-    """Name that the method's class has in older versions; empty: the same name."""
+    """Name that the method's class has in older versions; empty if the class has the same name there."""
 
     def owner(self) -> Any:
-        """Import the module; return the module, or for a method its class.  None: module or class does not exist."""
+        """Import the module; return it, or for a method its class; None if the module or class does not exist."""
         try:
             found = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -113,7 +113,7 @@ class Seam:
     def misfit(self) -> str | None:
         """Return why the function is missing or has unexpected parameters, as text.
 
-        None: it has the expected parameters, or is optional and does not exist.
+        Returns None if it has the expected parameters, or is optional and does not exist.
         """
         if (owner := self.owner()) is None:
             what = f"{self.module}.{self._class}" if self._class else f"module {self.module}"
@@ -125,7 +125,7 @@ class Seam:
     def wrap(self, wrapper: Wrapper, supported: str) -> None:
         """Replace the function by its wrapper; do nothing if it is optional and does not exist.
 
-        ``wrapper``: for the role's parameters.  Raises UserError if the function has unexpected parameters;
+        ``wrapper`` accepts the role's parameters.  Raises UserError if the function has unexpected parameters;
         ``supported``: the supported versions, for the error's text.
         """
         if self.optional and not self.present:
@@ -163,13 +163,13 @@ ROLES = (
         ("forward_step_func", "model", "optimizer", "scheduler", "train_data", "valid_data"),
         "once, for all iterations; again if this worker has lost its place and gets another one. The first iteration "
         "is ``args.iteration`` + 1, the operations so far are ``args.num_floating_point_operations_so_far``. It may "
-        "call ``sys.exit()`` if a flag or a signal asks for the end; any other call of ``sys.exit()`` is an error",
+        "call ``sys.exit()`` if a flag or a signal asks it to stop; any other call of ``sys.exit()`` is an error",
     ),
     Role(
         "train_step",
         ("forward_step_func", "data_iterator", "model", "optimizer"),
         "once per iteration: runs forward, backward, finalize_model_grads and optimizer.step(); returns a tuple of "
-        "the losses by name, whether the update was skipped, three values of the loop, and the gradient norm. "
+        "the losses by name, whether the update was skipped, three values for the loop only, and the gradient norm. "
         "``args.curr_iteration`` is the number of iterations before this one",
     ),
     Role(
@@ -238,7 +238,7 @@ class Services(Protocol):
         """Return the floating-point operations (forward and backward) for ``samples`` samples of full length."""
 
     def finish_saves(self) -> None:
-        """Complete the pending asynchronous checkpoints, and wait for that; all workers call this together."""
+        """Complete the pending asynchronous checkpoints before returning; all workers call this together."""
 
     def forget(self) -> None:
         """Drop the loop's global state; called before this worker builds another model, for another position."""
@@ -257,7 +257,7 @@ class Loop:
     """Version of the interface for which this description was written."""
 
     def misfits(self) -> list[str]:
-        """Return all reasons why recovery cannot work with the installed loop, as texts; empty: it can."""
+        """Return all reasons why recovery cannot work with the installed loop; an empty list if it can."""
         if self.interface != INTERFACE:
             return [f"it needs version {self.interface} of recover_megatron.integrate, this is version {INTERFACE}"]
         known = {role.name for role in ROLES}

@@ -18,9 +18,9 @@ Modules, from the outside in::
     workers/
         states                      the states of workers and of the launch: pure
         loop                        one selector: pipes, pidfds, signals, timers, calls from other threads
-        worker_table                the workers' records and processes; how they are stopped
+        worker_table                the workers' records and processes, and their shutdown
         processes, exec_worker      start a process that dies with the launcher; find and kill its descendants
-        dying                       notices that a worker is dying, and how, before its process has gone
+        dying                       notices that a worker is dying, and why, before the worker's process has ended
         reaper                      a process that kills the workers if the launcher is killed, and reads their output
                                     while the launcher is stopped
         successors                  workers that are started during the run; newcomers that are too late
@@ -29,8 +29,8 @@ Modules, from the outside in::
     device_test                     the test of a replacement's device
     nodes/
         control_plane               the launcher's session with the job's coordinator
-        hosted                      processes next to the workers: candidate coordinators, metrics and events
+        hosted                      processes next to the workers: candidate coordinators, metrics exporter
         leasing                     the lease and the witness of the candidates
-        peers, host, guest          the launchers of other nodes, and the messages between them
-        store                       the torch TCPStore and its socket; which of its entries are trusted
+        peers, host, guest          the messages between the launchers of the nodes
+        store                       the torch TCPStore, its socket, and the authentication of its values
 """

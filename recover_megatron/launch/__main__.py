@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from recover_megatron.variables import FIRST_START_VARIABLE
 
     attempt = take_attempt()
-    if not attempt:  # inherited from another run, if a worker of that run started this launcher
+    if not attempt:  # the variable may come from another run, a worker of which started this launcher
         os.environ.pop(FIRST_START_VARIABLE, None)
     code = run_guarded(sys.argv[1:] if argv is None else argv, attempt, take_left_out())
     if code == START_AGAIN:

@@ -65,7 +65,7 @@ def _open_standard_streams() -> None:
 def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
     """Run the command line ``argv``.  Return the exit code, or START_AGAIN; ``--help`` raises SystemExit.
 
-    ``attempt``: number of earlier attempts of this launcher to start; ``without``: see ``LaunchPlan``.
+    ``attempt``: number of earlier attempts to start this launch; ``without``: see ``LaunchPlan``.
     """
     options, reserved = None, None
     try:
@@ -73,7 +73,7 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
         if options.check:
             here = f"{count(options.nproc_per_node)} on this node"
             everywhere = f", {options.nnodes * options.nproc_per_node} overall" if options.nnodes > 1 else ""
-            log.info(f"{CHECKED}. Without --check this would start {here}{everywhere}")
+            log.info(f"{CHECKED}. Without --check, this command would start {here}{everywhere}")
             if options.script and (own_limits := _limits(options)):
                 log.info(f"needs of the launch on this host, as measured on CPUs: {own_limits.counted}")
             if found := _forecast(options):
@@ -165,7 +165,7 @@ def _here(options: arguments.Options) -> int:
 
 
 def _limits(options: arguments.Options) -> preflight.Limits | None:
-    """Compare the limits of this host (open files, processes) with the needs of its workers; None if unknown."""
+    """Compare the limits of this host (open files, processes) with its workers' needs; None if no needs are known."""
     world = options.world_size if options.join else options.nnodes * options.nproc_per_node
     return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
 
@@ -175,7 +175,7 @@ def _await_others(options: arguments.Options, seconds: float) -> str | None:
     if not options.join:
         return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
     if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
-        # Node 0 may be lost while the run continues, so only log that.
+        # Node 0 may be lost while the run continues, so an unknown name of node 0 is only logged.
         log.info(f"{reason.partition(': give')[0]}: the store of node 0 cannot be used here")
     return store.await_names("--recover-coordinator", [host for host, _ in options.coordinators], seconds, log.info)
 
@@ -183,7 +183,7 @@ def _await_others(options: arguments.Options, seconds: float) -> str | None:
 def _tell_others(
     options: arguments.Options, reserved: socket.socket | None, attempt: int, reasons: Sequence[str]
 ) -> None:
-    """Notify the other launchers that this node has refused the command line: they may have accepted it."""
+    """Notify the other launchers that this node has refused a command line that they may have accepted."""
     if options.check or options.join or options.nnodes == 1 or (options.node_rank == 0 and reserved is None):
         return
     with contextlib.suppress(SecretError):
@@ -192,7 +192,7 @@ def _tell_others(
 
 
 def _check_folders(options: arguments.Options) -> list[str]:
-    """Return the reasons against the folders in the command line.
+    """Return the reasons why folders that the command line names cannot be used.
 
     Node 0 must be able to write into the folder of --save; with --recover or --elastic, every node must.  With --check,
     folders that another run uses are reported, too.
@@ -215,7 +215,7 @@ def _check_folders(options: arguments.Options) -> list[str]:
 def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
     """Return, by flag, the folders of the script's arguments into which only one run at a time may write.
 
-    ``saves``: True if the script's --save is Megatron's.
+    ``saves``: True if the script's --save is Megatron's flag for the folder of checkpoints.
     """
     save = save_folder(script_args) if saves else None
     found = {"--save": save} if save and "://" not in save else {}
@@ -233,7 +233,7 @@ def _forecast(options: arguments.Options) -> Forecast | None:
 
 
 def _check_domains(options: arguments.Options) -> list[str]:
-    """Return the mistakes of ``--recover-domain @FILE`` about this host and the number of nodes."""
+    """Return the mistakes in the file of ``--recover-domain @FILE``: missing nodes, no entry for this host."""
     text, reasons = config_or_defaults(options.script_args).domain, list[str]()
     with contextlib.suppress(ValueError):  # the check of all flags reports the error
         if 0 < (hosts := len(listed_domains(text))) < options.nnodes:
@@ -279,7 +279,7 @@ def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None
         other = FolderLock(folder.resolve(), own_claim, log.info, option, needed=False)
         if not (reason := _hold(other, plan)):
             others.append(other)
-        elif not plan.joins:  # the lock file may name the store of the same run by another address
+        elif not plan.joins:  # --join is not refused: the lock file may give another address of the run's store
             _refuse(others, other, plan, reason)
     if lock and (reason := _hold(lock, plan)):
         _refuse(others, lock, plan, reason)
@@ -295,7 +295,7 @@ def _refuse(held: Sequence[FolderLock], taken: FolderLock, plan: LaunchPlan, rea
 def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
     """Take the lock (node 0), check it (other nodes) or join the run that holds it (--join).
 
-    Return None, or the reason if that fails.
+    Return None, or the reason why the folder cannot be used.
     """
     if plan.joins:
         return lock.join(plan.run_id)

@@ -38,7 +38,7 @@ that node knows the cause and should report it first."""
 START_GRACE_SECONDS = 2.0
 """Seconds from SIGTERM to SIGKILL before the training has begun: the workers have nothing to save yet."""
 ASK_SECONDS = 2.0
-"""Most seconds to wait until the coordinator answers whether the first plan exists."""
+"""Longest time to wait, in seconds, until the coordinator answers whether the first plan exists."""
 
 
 @dataclass(eq=False)
@@ -54,10 +54,10 @@ class StartUp:
 
         a node is lost: its launcher has ended, or its host is silent --no plan yet--> the launch ends at once
 
-    If workers were only killed, and the launch has ``--max-restarts`` or spares, all launchers repeat the start
-    (processes.py) instead of ending.  ``LaunchPlan.starts`` is the largest number of starts.  If spares can replace the
-    workers of a lost node (``LaunchPlan.spared``), node 0 makes the next start leave that node out.  After an error of
-    the training script the start is not repeated, because the error would recur.
+    If no worker shows an error of the training script (``start_exit_code``), and the launch has ``--max-restarts`` or
+    spares, all launchers repeat the start (processes.py) instead of ending.  After such an error the start is not
+    repeated, because the error would recur.  ``LaunchPlan.starts`` is the largest number of starts.  If spares can
+    replace the workers of a lost node (``LaunchPlan.spared``), node 0 makes the next start leave that node out.
 
     Until the coordinator has made the first plan, the workers wait for each other in torch's store and in barriers of
     gloo and NCCL, where they would wait minutes for a dead worker.  So the first process that notices a loss ends the
@@ -99,7 +99,7 @@ class StartUp:
     def launcher_lost(self, what: str, notice: str = "", node: int = 0) -> None:
         """End or repeat the launch after the loss of ``node``, unless the training has begun.
 
-        ``what`` describes the node and the cause; ``notice``: line to log if the training has begun, empty for none.
+        ``what`` describes the node and the cause; ``notice``: line to log if the training has begun, or empty.
         """
         if not self.under_way:
             self._say_of(notice)
@@ -154,7 +154,7 @@ class StartUp:
     def _fail(self, text: str, code: int | None = None, again: bool = True, without: Sequence[int] = ()) -> None:
         """End the launch, or make all launchers start again; do nothing if the training has begun meanwhile.
 
-        ``code``: exit code; None: derived from the ended workers.  ``again``: True if a new start may succeed.
+        ``code``: exit code; None to derive it from the ended workers.  ``again``: True if a new start may succeed.
         ``without``: nodes that a new start leaves out.
         """
         plan = self._plan
@@ -208,8 +208,9 @@ class Conclusion:
     """Chooses the exit code of the launch and logs the final lines.  The first of these sources that exists decides.
 
         the event that has stopped the launch (a signal, a refusal, a new start)
-        the coordinator's verdict (ignored if no coordinator was reached and workers of this node have finished);
-            if the verdict is 0, the run was finished, and the exit codes of this node's workers that left it decide
+        the exit code that the coordinator has decided (ignored if no coordinator was reached and workers of this node
+            have finished); if it is 0, the run was finished: then the exit codes of this node's workers that had left
+            the run normally decide
         the exit codes of the workers, here and on other nodes (states.py)
 
     The iteration of the last checkpoint is read from the disk, because no process may be left that could report it.
@@ -239,7 +240,10 @@ class Conclusion:
         return verdict
 
     def exit_code(self, stopped: int | None, verdict: int | None) -> int:
-        """Return the exit code of the launcher.  ``stopped``: exit code of a launch that was stopped, else None."""
+        """Return the exit code of the launcher.  ``stopped``: exit code of a launch that was stopped, else None.
+
+        ``verdict``: result of ``self.verdict()``.
+        """
         if stopped is not None:
             return stopped
         if verdict is not None:
@@ -267,7 +271,7 @@ class Conclusion:
         return self._control.reason if verdict == code else messages.ends(self._table.all)
 
     def tell(self, code: int, verdict: int | None, ended_by: str) -> None:
-        """Log the workers' ends, the exit code and the last checkpoint.
+        """Log how the workers have ended, the exit code and the last checkpoint.
 
         ``ended_by``: text that names the signal that stopped the launch; empty if no signal stopped it.
         """

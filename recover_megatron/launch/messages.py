@@ -85,7 +85,7 @@ def fenced(worker: WorkerProcess) -> tuple[str, str]:
 
 def failed_alike(number: int, words: str, successor: WorkerProcess | None, wait: float) -> str:
     why = f"{number} replacement workers have ended in the same way, one after the other"
-    then = "no further worker is started for this cause; the last of --max-restarts is reserved for another cause"
+    then = "no further worker is started; the last replacement of --max-restarts is reserved for another cause"
     if successor is not None:
         then = f"worker {successor.worker_id} is started in {wait:g} s"
     return f"{why} ({words[:200]}): {then}"
@@ -101,7 +101,7 @@ def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) ->
 
 
 def spared(plan: LaunchPlan, without: Sequence[int]) -> str:
-    """Return the end of a log line: the nodes that a start leaves out, and the worker ids that spares get."""
+    """Return the last part of a log line: the nodes that a start leaves out, and the worker ids that spares get."""
     places = ranges(sorted(node * plan.nproc_per_node + n for node in without for n in range(plan.nproc_per_node)))
     return f" without node {', '.join(map(str, without))}, spares of node {plan.nnodes - 1} as workers {places}"
 
@@ -128,7 +128,7 @@ def _swept(left_behind: int) -> str:
 
 
 def _log(worker: WorkerProcess) -> str:
-    return f"its log: {worker.log}" if worker.log else "no log kept (--log-dir)"
+    return f"its log: {worker.log}" if worker.log else "its log: none (set --log-dir)"
 
 
 def device_failed(worker: WorkerProcess, why: str) -> str:
@@ -211,8 +211,8 @@ def _join_command(plan: LaunchPlan, coordinators: str) -> str:
 
 def no_coordinator_yet(plan: LaunchPlan) -> str:
     return (
-        f"no process listens at {join_addresses(plan.joins)}, and no run there is known to have begun: waiting at most "
-        f"{plan.rendezvous_timeout:g} s (--rendezvous-timeout) for its first coordinator"
+        f"no process listens at {join_addresses(plan.joins)}, and no run is known to have begun there: waiting at most "
+        f"{plan.rendezvous_timeout:g} s (--rendezvous-timeout) for the run's first coordinator"
     )
 
 
@@ -222,7 +222,7 @@ def no_run_to_join(code: int, reason: str) -> str:
 
 
 def ends(workers: Sequence[WorkerProcess]) -> str:
-    """Return one line about the ends of all workers, grouped by the way in which they ended."""
+    """Return one line that reports how all workers have ended, grouped by the kind of end."""
     finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]
     groups: dict[str, list[WorkerProcess]] = {}
     never = [worker for worker in workers if worker.pid is None]

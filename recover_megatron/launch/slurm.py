@@ -5,7 +5,7 @@
     SLURM_JOB_ID, SLURM_STEP_ID                 the step, which determines the ports
     SLURM_STEP_NODELIST  n[1-3,7],gpu-a[01-04]  the step's nodes, in SLURM's order
     SLURM_NODEID                                this node's index among the step's nodes
-    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task per node: the task is recover-run; more: each task is a worker
+    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task per node: it is recover-run; several tasks: each is a worker
 
 ``step_of`` is a pure function of these variables, so all nodes agree on the result without communication.  A node's
 address is its name, if the network can resolve it, else the NodeAddr that SLURM uses.
@@ -220,7 +220,7 @@ def left_alone(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """Placement of a job whose srun starts every worker: worker 0 serves the store, another step the coordinators."""
+    """Placement of a job whose srun starts every worker: worker 0 serves the store, another step runs coordinators."""
 
     master_addr: str
     master_port: int

@@ -140,7 +140,7 @@ class Supervisor:
         time.sleep(FAULT_SECONDS)  # a callback that fails again and again must not use a full core
 
     def _write_workers(self) -> None:
-        """Update workers.json, once for all changes of one round of the event loop."""
+        """Update workers.json, once for all changes of one iteration of the event loop."""
         if self._table.changed and self._peers.joined:
             self._table.changed = not self._folder.write_workers(self._peers.run_id, self._table.all)
 
@@ -287,12 +287,12 @@ class Supervisor:
         """Return whether to log the end of ``worker``; False if it finished normally or this launcher stopped it."""
         if worker.state is WorkerState.FINISHED:
             return bool(left_behind) and not self._plan.fault_tolerant  # Megatron leaves helper processes behind
-        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the loss was logged
+        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was logged
         ordered = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
         return not ordered and not self._late.already_logged(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:
-        """Start a replacement worker whose device was tested, if a test is configured.  Raises OSError."""
+        """Start a replacement worker, whose device has passed its test if there is one.  Raises OSError."""
         if self._state is LaunchState.RUNNING:
             self._start_worker(worker)
 
@@ -337,7 +337,7 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """End the launch; on several nodes, after the run: until then the run may need this node's candidate."""
+        """End the launch; on several nodes, first wait for the end of the run, which may need this node's candidate."""
         if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
@@ -385,7 +385,7 @@ class Supervisor:
         return self._state is LaunchState.RUNNING and self._control.under_way
 
     def store_failed(self, reason: str) -> None:
-        """Stop the launch because the store failed; only log that if the training, which needs no store, has begun."""
+        """Stop the launch because the store failed.  If the training, which needs no store, has begun, only log it."""
         if self._control.under_way:
             self._console.say(f"{reason}; the workers continue, but no new worker can join the run")
         else:

@@ -28,10 +28,11 @@ def inner_ranks_of(args: Any, world: int) -> int:
 
 
 def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) -> list[int]:
-    """Return the sizes in samples, in order, of the global batches after ``consumed`` samples in ``iteration`` steps.
+    """Return the sizes, in samples, of the global batches that the run has yet to train, one per schedule entry.
 
-    ``args`` need not be validated by Megatron.  The list is empty if the sizes cannot be known: Megatron will refuse
-    the arguments, or the run resumes a batch size schedule and ``consumed`` is None (unknown).
+    The run has already trained ``consumed`` samples in ``iteration`` steps.  Megatron need not have validated ``args``.
+    The list is empty if Megatron will refuse the arguments, or if the run resumes a batch size schedule and
+    ``consumed`` is None (unknown).
     """
     schedule, fixed = getattr(args, "step_batch_size_schedule", None), getattr(args, "global_batch_size", None)
     if not schedule:
@@ -47,7 +48,8 @@ def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) 
     except ValueError:
         return []
     left, samples = (getattr(args, "train_iters", None) or inf) - iteration, getattr(args, "train_samples", None) or inf
-    if interval := getattr(args, "exit_interval", None):  # the run after the exit may have other workers
+    # --exit-interval ends this launch.  The next launch may have other workers, so its batches are not listed.
+    if interval := getattr(args, "exit_interval", None):
         left = min(left, interval - iteration % interval)
     found: list[int] = []
     for (_, size), following in zip(entries, [start for start, _ in entries[1:]] + [inf], strict=True):
@@ -74,8 +76,8 @@ def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
         if size % (micro * ranks)
     ]
     return found + [
-        f"--step-batch-size-schedule: {after} after {before}: Megatron does not accept a batch with fewer microbatches "
-        "than the previous one"
+        f"--step-batch-size-schedule: batch {after} follows batch {before}, but Megatron does not accept a batch with "
+        "fewer microbatches than the previous one"
         for before, after in itertools.pairwise(batches)
         if after // (micro * ranks) < before // (micro * ranks)
     ]
@@ -110,7 +112,7 @@ def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
 
 
 def spreads_optimizer(args: Any) -> bool:
-    """Return whether the optimizer's state is sharded over replicas; by default not with Megatron-FSDP."""
+    """Return whether the optimizer's state is sharded over replicas; with Megatron-FSDP by default it is not."""
     if getattr(args, "use_megatron_fsdp", False):
         return bool(getattr(args, "outer_dp_sharding_strategy", "no_shard") == "optim")
     return bool(args.use_distributed_optimizer)

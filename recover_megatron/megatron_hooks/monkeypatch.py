@@ -38,7 +38,7 @@ _surviving = False
 
 
 def is_surviving() -> bool:
-    """Return whether the hooks of --recover are installed in this process, for any training loop."""
+    """Return whether the hooks of --recover are installed in this process, whichever loop it trains with."""
     return _surviving
 
 
@@ -141,7 +141,7 @@ ENTRY = {
         Seam(_PARALLEL, "initialize_model_parallel"),
     )
 }
-"""Functions that `patched` wraps, so that a user's script accepts --recover or is refused: name -> seam."""
+"""Seams (by name) that `patched` wraps, so that a user's script either accepts --recover or is refused."""
 
 SEAMS = {
     seam.name: seam

@@ -4,9 +4,9 @@ torch.distributed.init_process_group     creates the default group, an EpochGrou
 parallel_state.create_group              creates an EpochGroup if the group spans several replicas, otherwise a
                                          SwappableGroup, which is registered in ModelParallelGroups
 torch.distributed.new_group              the same as create_group, for groups that other code creates
-a new plan                               renumbers global ranks over the occupied slots, without gaps: rank 0 prints,
-                                         the last rank logs, ranks 0 .. n-1 write checkpoints; sizes in Megatron's
-                                         arguments stay those of the launch
+a new plan                               renumbers the n occupied slots as global ranks 0 .. n-1, so that Megatron still
+                                         has a rank 0, which prints, and a last rank, which logs.  The sizes in
+                                         Megatron's arguments keep their values from the launch
 log_utils.safe_get_world_size            returns the launch's size, so that Megatron attributes all lines of its
                                          progress log to one job
 a place in another replica               rebuilds the groups inside that replica over its present workers
@@ -69,16 +69,16 @@ KNOWN = {
     ("megatron.bridge.training.train", "train_step", "allreduce"): (
         "the loss and its divisor, in Megatron-Bridge's loop: summed in the tail bucket"),
     ("megatron.core.optimizer.optimizer", "has_grad_norm_group", "allreduce"): (
-        "a test for parameters with a separate gradient norm, over all replicas with the distributed optimizer: only "
+        "a test for parameters with a separate gradient norm (over all replicas with the distributed optimizer): only "
         "--mtp-detach-heads creates such parameters, and --recover refuses this flag with that optimizer"),
     ("megatron.core.timers", "start", "barrier"): (
         "barrier at the start of a time measurement (--timing-log-level 1 and 2): no result depends on it"),
     ("megatron.core.timers", "stop", "barrier"): "barrier at the end of a time measurement: no result depends on it",
 }  # fmt: skip
-"""Megatron's operations over replicas that the step replaces: (module, function, operation) -> why nothing is sent.
+"""Megatron's operations over replicas for which a step sends nothing: (module, function, operation) -> the reason.
 
-Any other operation in the step ends the run (``UnknownOperation``): if each replica did the operation alone, the
-replicas would diverge, or a value would be counted twice."""
+Any other operation over replicas in a step ends the run (``UnknownOperation``), because if each replica did the
+operation alone, the replicas would diverge, or a value would be counted twice."""
 
 
 AVERAGED = (
@@ -107,8 +107,8 @@ class Groups:
     """Process groups of this worker.  Call ``install`` before Megatron creates a group.
 
     ``slot``: this worker's slot at launch, or the slot for which it builds its model ``alone``.  ``ports``: ports of
-    the rendezvous store and the coordinators; connections to them that open while Megatron creates its groups do not
-    belong to a group.  ``device``: this worker's device.  ``most``: the number of replicas to which the run may grow.
+    the rendezvous store and the coordinators; connections to these that are opened while Megatron creates its groups
+    belong to no group.  ``device``: this worker's device.  ``most``: the number of replicas to which the run may grow.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Groups:
         self._mates: SwappableGroup | None = None
         self._lists: dict[str, Any] = {}
         self._profiled: list[int] = []
-        """Ranks of --profile-ranks, as numbered at launch; empty: Megatron profiles all ranks, or none."""
+        """Ranks of --profile-ranks, as numbered at launch; empty if Megatron profiles all ranks or none."""
         self._creating = False
         """True while ``_create_group`` runs Megatron's ``create_group``, which calls the original ``new_group``."""
 
@@ -141,8 +141,8 @@ class Groups:
         for module in (dist, dist.distributed_c10d):
             integrate.wrap(module, "new_group", ("ranks",), self._new_group, monkeypatch.SUPPORTED)
         loop.wrap("initialize", self._initialize)
-        # Megatron attributes a line of its progress log with another number of GPUs than `args.world_size` to another
-        # job, and then does not find the start of the present job.
+        # If a line of Megatron's progress log has a number of GPUs other than `args.world_size`, Megatron attributes it
+        # to another job, and then does not find the start of the present job.
         loop.wrap("world_size", lambda original: lambda: get_args().world_size)
 
     def again(self, slot: Slot) -> None:
@@ -248,7 +248,7 @@ class Groups:
             members = tuple(slots if ranks is None else (slots[rank] for rank in ranks))
             if self.traffic.me in members and len({self.grid.place(slot)[0] for slot in members}) > 1:
                 group = EpochGroup(self.traffic, None, members, str(kwargs.get("group_desc") or "new_group").lower())
-                where = "and was created after the training began, so workers that join later lack it: create it before"
+                where = "and was created after the training began, so workers that join later lack it: create it sooner"
                 self.traffic.refuse(replace(caller(), operation="new_group"), group, where)
             return original(ranks, *args, **kwargs)
 
@@ -271,15 +271,15 @@ class Groups:
         """The slot that this worker occupies, or the slot for which it builds its model."""
         return self.traffic.me
 
-    # ---- the mode of the training: `traffic` decides by it what an operation over replicas does
+    # ---- the mode of the training, from which `traffic` decides what an operation over replicas does
 
     @property
     def apart(self) -> bool:
-        """True while this worker does not take part in the training: operations over replicas involve only itself."""
+        """True while this worker is not part of the training, so its operations over replicas involve only itself."""
         return self.traffic.mode is Mode.ALONE
 
     def leave_training(self) -> None:
-        """Leave the training until ``open`` is called: operations over replicas then send nothing."""
+        """Leave the training: operations over replicas send nothing until ``open`` is called."""
         self.traffic.mode = Mode.ALONE
 
     @property
@@ -296,15 +296,16 @@ class Groups:
         return self.traffic.during(Mode.STEP)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Return the context of a section that runs to its end after an operation failed, and is then repeated."""
+        """Return the context of a section that runs to its end even if an operation fails, and is then repeated."""
         return self.traffic.during(Mode.DEFERRED)
 
     @contextmanager
     def in_section(self) -> Iterator[None]:
         """Context of a section, in which groups of the epoch carry out the collectives inside the replica.
 
-        The workers of a replica learn at different times that the epoch has ended.  The first worker that learns it
-        enters the rendezvous.  In a group of the epoch the other workers then fail, instead of waiting for that worker.
+        The workers of a replica learn at different times that the epoch has ended.  The first of them enters the
+        rendezvous.  The collectives of the others then fail, because their group ends with the epoch; otherwise they
+        would wait for the first worker.
         """
         slots = self.grid.replicas[self._replica]
         with ExitStack() as stack:
@@ -358,7 +359,7 @@ class Groups:
             setattr(parallel_state, name, _renumbered(ranks_at_launch, ranks))
         get_args().rank = ranks[self.traffic.me]
         if self._profiled:
-            # train() creates a profiler at its start if its rank is listed, and checks the list in each iteration.
+            # train() creates a profiler at its start if this rank is listed, and checks the list in each iteration.
             get_args().profile_ranks = _renumbered(self._profiled, ranks)
         if get_args().context_parallel_size > 1:
             renew_rank_copies(self.model, dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
@@ -366,7 +367,7 @@ class Groups:
 
 
 def _moved(value: Any, moved: dict[Slot, Slot]) -> Any:
-    """Translate lists of global ranks by ``moved`` (old slot -> new slot); lists with other slots do not change."""
+    """Translate lists of global ranks by ``moved`` (old slot -> new slot); a list with any other slot is kept."""
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, int) for item in value) and not set(value) <= set(moved):
             return value

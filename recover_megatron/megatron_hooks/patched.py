@@ -44,8 +44,8 @@ SCRIPTS = (
 """Scripts of a Megatron-LM checkout that use Megatron's loop and were reviewed for this package."""
 UNKNOWN = (
     "{} is not one of Megatron's training scripts; it is accepted because it calls Megatron's pretrain(). It must get "
-    "each microbatch from the iterator of its forward step, and must not draw random numbers or keep counters of its "
-    "own (docs/integrate.md#make-your-code-safe-to-re-run)"
+    "each microbatch from the iterator of its forward step, and must not draw random numbers or keep its own "
+    "counters (docs/integrate.md#make-your-code-safe-to-re-run)"
 )
 ANOTHER_LOOP = (
     "--recover: this script creates Megatron's process groups without Megatron's pretrain(), so its training is not "
@@ -58,7 +58,7 @@ GROUPS_BEFORE = (
 )
 DROPPED = (
     "--recover was given, but this script has removed it from sys.argv, so nothing would be protected. Make the script "
-    "keep --recover and the --recover-* flags there, or remove them from the command"
+    "keep --recover and the --recover-* flags in sys.argv, or remove them from the command"
 )
 
 _begun = False
@@ -76,7 +76,7 @@ def as_imported() -> None:
 
 def _insert(name: str, wrapper: Wrapper, module: ModuleType) -> None:
     if getattr(getattr(module, name, None), "is_ours", False):
-        return  # a patch has wrapped it
+        return  # a patch has already wrapped this function
     with _refusing():
         ENTRY[name].wrap(wrapper, SUPPORTED)
 
@@ -214,7 +214,7 @@ class _Call:
     def __call__(self) -> None:
         if os.environ["RANK"] != self._rank:
             self._configure()
-        self._rank = None  # pretrain() changes the originals: configure again at the next call, for any rank
+        self._rank = None  # pretrain() changes the arguments, so the next call must configure them again for any rank
         self._pretrain(*self._bound.args, **self._bound.kwargs)
 
     def _configure(self) -> None:

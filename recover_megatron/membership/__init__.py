@@ -1,7 +1,7 @@
 """Control plane: coordinator, sessions, epochs, revoke, agree. Standard library only.
 
-docs/membership.md has the protocol. A worker uses ``Session``, a launcher ``NodeAgent`` and ``recover-coordinator``
-(``python -m recover_megatron.membership``).
+docs/membership.md describes the protocol. A worker uses ``Session``. A launcher uses ``NodeAgent``, and starts
+``recover-coordinator`` (``python -m recover_megatron.membership``).
 """
 
 from recover_megatron.membership.io.session import Session

@@ -34,27 +34,27 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run one candidate coordinator. Give all candidates of a run the same options. Members try the "
         "candidates in the order of their address list; one candidate leads at a time.",
         epilog=f"The job's secret comes from the environment: {SECRET_VARIABLE}, or {SECRET_FILE_VARIABLE} (a file of "
-        "mode 0600). Exit codes: 0 all workers left, 10 no worker or no possible plan is left, 11 the run may not "
-        "continue on this side, 12 state lost; otherwise the code that a worker gave up with, or 128 + the signal.",
+        "mode 0600). Exit codes: 0 all workers left, 10 no worker or no possible plan remains, 11 this side of "
+        "a partition may not continue, 12 state lost; otherwise the code that a worker chose, or 128 + the signal.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of workers of the run")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: loopback, any free port")
     where.add_argument("--listen-fd", type=int, metavar="FD", help="file descriptor of a bound, inherited socket")
-    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="secret file, in place of the environment")
+    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="the secret's file (default: environment)")
     parser.add_argument("--events", type=Path, metavar="PATH", help="event log, JSON lines (default: stderr)")
-    parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="planner function (default: list the members)")
+    parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="planner (default: the plan only lists members)")
     parser.add_argument(
         "--lease", type=Path, metavar="PATH", help="lease files PATH.1, ... on shared storage; a new PATH for each run"
     )
     parser.add_argument(
-        "--slack", type=int, default=0, metavar="N", help="with --lease: largest difference of two halves, in workers"
+        "--slack", type=int, default=0, metavar="N", help="with --lease: halves differing by up to N workers can get it"
     )
     parser.add_argument(
-        "--witness-fd", type=int, metavar="FD", help="with --lease: open JSON file: kind and nodes of the witness"
+        "--witness-fd", type=int, metavar="FD", help="with --lease: open JSON file with the witness's kind and nodes"
     )
-    parser.add_argument("--witnessed", action="store_true", help="with --lease: other candidates have a witness")
+    parser.add_argument("--witnessed", action="store_true", help="with --lease: only other candidates have a witness")
     parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="replicas to keep if one is set aside")
     parser.add_argument("--start-needs-all", action="store_true", help="stop if a worker is lost before the first plan")
     for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout", "grace"):
@@ -112,7 +112,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def read_scope(descriptor: int | None) -> Scope | None:
-    """Return the witness's scope from the file ``--witness-fd``, or None. Raises ``ValueError`` or ``OSError``."""
+    """Return the witness's scope, read from ``descriptor``; None without one. Raises ``ValueError`` or ``OSError``."""
     if descriptor is None:
         return None
     with open(descriptor, encoding="utf-8") as file:

@@ -7,8 +7,9 @@ attach, attach_node_agent ---> barred: fenced, or refused
               v
 bound, presentation recorded -------> standby              (this candidate does not lead)
                                  |--> lead                 (it leads, and waits for more members)
-                                 |--> revoke               (a rendezvous is open; a worker set aside: the last one)
-                                 '--> nothing, to a worker (its attach opens a rendezvous); revoke, plan to a launcher
+                                 |--> revoke               (a rendezvous is open, or the worker is set aside)
+                                 '--> otherwise: a launcher receives revoke and plan; a worker receives nothing yet,
+                                      because its attach opens a rendezvous
 
 ``TakeOver``: before a coordinator's first rendezvous, decides whether it takes over and which workers it waits for.
 
@@ -17,7 +18,7 @@ bound, presentation recorded -------> standby              (this candidate does 
 
 ``AddedCandidates``: candidates that joined a run after its launch. The leading candidate keeps and sends their list.
 
-    launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, new sessions too
+    launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, new ones too
 
 The list decides where members look for a coordinator, never which candidate may lead. So lists that differ for a moment
 do no harm. A new coordinator starts with an empty list, and each launcher reports its candidate to that coordinator.
@@ -52,7 +53,7 @@ class Admission:
     _out: Outbox
 
     def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """Attach the worker that sent ``attach``, or refuse it. It may be new, or have lost its last connection."""
+        """Attach the worker that sent ``attach``, or refuse it. The worker may be new, or may reconnect."""
         number, newcomer = message["worker"], message.get("newcomer", False)
         if newcomer:
             self._roster.meet([number])
@@ -145,7 +146,7 @@ class Admission:
             self._out.send([session], {"type": "standby"})
         elif self._rendezvous.is_open:
             if news and not self._epochs.own:
-                self._roster.changes.append("a member presented newer epochs or deaths")
+                self._roster.changes.append("a member presented unknown epochs or deaths")
             else:
                 self._tell_of_rendezvous(session)
         elif not self._epochs.own:
@@ -199,7 +200,7 @@ class TakeOver:
         return True
 
     def lose_silent(self, now: float) -> None:
-        """Evict workers that were silent for the heartbeat timeout, or only close their sessions."""
+        """Treat workers that were silent for the heartbeat timeout like workers whose connection has ended."""
         for worker in self._lateness.silent(now):
             self.connection_ended(worker, f"silent for {now - worker.heard:.1f} s", now)
 
@@ -221,8 +222,8 @@ Address = tuple[str, int]
 class AddedCandidates:
     """List of the candidates that joined after the launch, as one coordinator knows them.
 
-    ``lease``, ``slack``: path and slack of the lease (``leadership.permission``), which launchers receive for their
-    candidates. ``lease`` None: the run has no lease.
+    ``lease``: path of the lease, which launchers receive for their candidates; None if the run has no lease.
+    ``slack``: see ``leadership.permission``.
     """
 
     def __init__(self, roster: Roster, out: Outbox, lease: str | None, slack: int | None, witnessed: bool) -> None:
@@ -254,7 +255,10 @@ class AddedCandidates:
             self.lead()
 
     def lead(self) -> None:
-        """Send the candidate list to all members, now and at each change. Launchers also get a candidate's settings."""
+        """Send the candidate list to all members, now and at each change.
+
+        Launchers also receive the settings that a candidate needs.
+        """
         self._leads = True
         self._listed = self._list
         for session in list(self._roster.sessions):

@@ -6,10 +6,10 @@ The methods are in the order of a recovery, from the end of a worker's session t
 ``view`` (observers) and ``ending`` (whether any worker can continue, and stop messages). Only this module changes
 ``Coordinator.state``:
 
-            quorum attached            all attached            all joined: plan           death, fence, reconnect
+            quorum attached            all attached            all joined: plan         death, eviction, reconnect
     STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
       ^ no member: stays                               (1) |  ^                    |                     (2)
-      |                                                    |__| death, fence:      | all left
+      |                                                    |__| death, eviction:   | all left
       | too many members leave:                            |    RENDEZVOUS(2)      v
       '-- a fresh candidate                                '---------------------> STOPPED
                                                         no quorum, no plan possible
@@ -17,19 +17,19 @@ The methods are in the order of a recovery, from the end of a worker's session t
 STANDBY     Passive: at the start, and as a standby candidate. Members attach and present the term and epoch that
             they follow and the state that they hold (``Presentation``). When the attached members may take
             over (``leadership``), the candidate leads under a new term.
-GATHERING   Announces the new term (``lead``) and waits for the other members that may be running: all must present
-            their state before any of them learns that the epoch is over. Skipped at the start of a run.
-RENDEZVOUS  ``revoke(n)`` was pushed; waits for ``join(n, status)`` of every worker that the run counts on. A change
+GATHERING   Announces the new term (``lead``) and waits for the other members that may be running, because all must
+            present their state before any of them learns that the epoch is over. Skipped at the start of a run.
+RENDEZVOUS  ``revoke(n)`` was sent; waits for ``join(n, status)`` of every worker that the run counts on. A change
             of membership, such as a newcomer, opens n+1. If a left-out worker may still be running somewhere
             (*contested*), the plan also waits for the quorum and for acknowledgements from the members' node agents.
-STEADY      The plan of epoch n was pushed. ``done(n, t)`` of all members commits iteration t. A worker that has sent
+STEADY      The plan of epoch n was sent. ``done(n, t)`` of all members commits iteration t. A worker that has sent
             ``idle(n)`` has no part in epoch n: commits and hang detection ignore it.
 STOPPED     The run is over, or may not continue on this side; the reason was sent to all members.
 
-Members abandon a coordinator that does not run (``abandon``). They stay alive, and return or follow another candidate.
-A coordinator with less than its quorum left therefore *steps down*: it sends the remaining members away to find
-another coordinator, and a fresh candidate without state replaces it (``StepDown``). A pause of the coordinator's
-process counts against no member.
+Members abandon a coordinator whose process is paused (``abandon``). They stay alive, and later return to it or follow
+another candidate. So a coordinator that has lost its quorum *steps down*: it refuses the remaining members, which then
+look for another coordinator, and a fresh candidate without state replaces it (``StepDown``). A pause of the
+coordinator's process counts against no member.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class Coordinator:
         peer = self.roster.forget(session)
         if peer is None:
             return
-        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # pauses of this process count as silence
+        # After a long silence of the peer or a pause of this process, a close does not prove that the peer has ended.
+        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout
         if isinstance(peer, NodeAgentStatus):
             peer.ended = ended
             self._out.log("witness_gone", node=peer.node, reason=reason)
@@ -191,7 +192,7 @@ class Coordinator:
             self._lost_touch(peer, reason, now)
 
     def _lost_touch(self, worker: Member, reason: str, now: float) -> None:
-        """Record that the connection of a worker that may still be running has ended. Evict late workers."""
+        """Record the end of the connection of a worker that may still be running, and evict late workers."""
         if self._is_taking_over:
             self._takeover.connection_ended(worker, reason, now)
         else:
@@ -275,7 +276,7 @@ class Coordinator:
         self.roster.was_abandoned = False
         if self.state is State.GATHERING:
             self._gather(now)
-        for _ in range(len(self.roster.workers) + 1):  # each round except the last one evicts a worker
+        for _ in range(len(self.roster.workers) + 1):  # each iteration except the last one evicts a worker
             if self.roster.changes and self.state in (State.RENDEZVOUS, State.STEADY):
                 self._open(now)
             if self.state is State.RENDEZVOUS and (self._due or self.rendezvous.all_joined or hearing.due):
@@ -407,7 +408,8 @@ class Coordinator:
                 if "peer" in message:
                     self._out.log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
                 changes.append(f"{worker.name} requested a new epoch: {message['reason']}")
-            case "give_up" if steady or self.state is State.RENDEZVOUS:  # workers repeat it when a rendezvous opens
+            # Workers repeat the message ``give_up`` when a rendezvous opens.
+            case "give_up" if steady or self.state is State.RENDEZVOUS:
                 code, reason = message["code"], message["reason"]
                 self._out.log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
                 raise RunOver(code, reason, by=worker.number)

@@ -4,10 +4,10 @@ A worker is *waiting* while its last mark says that it waits, after it has repor
 joined a rendezvous. A worker is *hung* if it is not waiting and has made no new mark for ``hang_timeout`` (plus the
 time that its mark allows), while another worker has been waiting for as long. If all workers wait for each other and
 none has made a mark for that long, the epoch is *stuck*, and all workers join a new rendezvous. If the next epoch is
-stuck, too, workers are evicted that wait for the second time in a different operation than most replicas (``apart``).
+stuck, too, the coordinator evicts workers that again wait in a different operation than most replicas (``apart``).
 
-In a rendezvous, workers that have not joined may wait in an operation that the joined workers never reach. If all of
-them wait, and they are at most half of the workers, the time that their marks allow does not count.
+In a rendezvous, workers that have not joined may wait in an operation that the joined workers never reach. If all
+workers that have not joined wait, and are at most half of the workers, the time that their marks allow does not count.
 
 If every replica has a stopped worker, the other workers do not get as far as reporting a wait. So if no worker has made
 a mark for ``hang_timeout``, the workers that have sent no message for that long are hung.
@@ -72,7 +72,7 @@ class WorkerProgress:
     goes_back: bool = False
     """True if the worker knows a snapshot or checkpoint that the run could load if live workers lack some state."""
     loss: list[Any] | None = None
-    """List of the last finished step and its loss (None: the loss is not finite); None: the worker reports no loss."""
+    """``[step, loss]`` of the last finished step; None: not reported. A loss that is not finite is None."""
 
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Record a checked message ``heartbeat``.
@@ -95,7 +95,7 @@ class WorkerProgress:
             self.waiting_since = now
 
     def excuse(self, pause: float, now: float) -> None:
-        """Exclude a pause, in seconds, in which the coordinator did not run and may have missed progress."""
+        """Shift the times by a pause, in seconds, in which the coordinator did not run and may have missed progress."""
         self.marked = min(now, self.marked + pause)
         if self.waiting_since is not None:
             self.waiting_since = min(now, self.waiting_since + pause)
@@ -131,7 +131,7 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     first = max(min(waiting), fresh)
     judgement = Judgement()
     blamed = [p for p in progress if p.waiting_since is None]
-    # If most workers are not waiting yet, they may be in a usual operation, so the time that their marks allow counts.
+    # The time that marks allow does not count if a minority waits, while the other workers have joined or finished.
     all_wait = all(p.waits for p in blamed) and 2 * len(blamed) <= len(progress)
     for p in blamed:
         beyond = now - max(p.marked, first) - hang_timeout
@@ -196,7 +196,7 @@ def behind(
 
 
 def _allowed(progress: WorkerProgress, now: float, hang_timeout: float) -> float:
-    """Return the seconds that a mark allows; 0 if the worker was silent so long that its process must be stopped."""
+    """Return the seconds that a mark allows; 0 if the worker's long silence shows that its process is stopped."""
     silent = progress.heard is not None and now - progress.heard > hang_timeout
     return 0.0 if silent else progress.allow
 
@@ -250,7 +250,7 @@ class Stall:
         self._say_at = 0.0
 
     def left(self, now: float) -> float:
-        """Return for how many more seconds the stall timeout lets the run wait during this stall."""
+        """Return the remaining seconds of the stall timeout."""
         since = self.since if self._shared_since is None else self._shared_since
         assert since is not None
         return max(0.0, since + self._settings.stall_timeout - now)
@@ -261,14 +261,17 @@ class Stall:
         return left if math.isfinite(left) else None
 
     def excuse(self, pause: float) -> None:
-        """Exclude a pause of the coordinator, in seconds: it waited for no worker during the pause."""
+        """Shift the times of the stall by a pause of the coordinator, in seconds."""
         self.since = None if self.since is None else self.since + pause
         self._shared_since = None if self._shared_since is None else self._shared_since + pause
 
     def _some_are_back(
         self, away: set[WorkerId], late: Mapping[WorkerId, str], replica_of: Mapping[WorkerId, Hashable]
     ) -> bool:
-        """Return whether an awaited worker is back, but another one, or a worker of the same replica, is late."""
+        """Return whether an awaited worker is back while a peer of it is late.
+
+        A peer is another awaited worker, or a worker of the same replica.
+        """
         back = {replica_of.get(worker) for worker in self.waited.keys() - away}
         peers_late = any(replica_of[worker] in back for worker in late if worker in replica_of)
         return bool(back) and (peers_late or not self.waited.keys().isdisjoint(late))

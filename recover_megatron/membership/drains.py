@@ -1,9 +1,9 @@
-"""Drains: requests to empty nodes before they are switched off, the members' answers, and the workers that remain.
+"""Drains: requests that all workers leave a node before it is switched off, and the members' answers.
 
     observer: drain(name) --no such node, or no training yet--> REFUSED
         |
         v         the next plan sends the request to the members; one of them answers
-      ASKED ----> MOVING --no worker of the node is live or in the last epoch--> DRAINED: the node may be off
+      ASKED ----> MOVING --no worker of the node is live or in the last epoch--> DRAINED: may be switched off
         |           |
         '-----------'--the members need the node--> REFUSED and forgotten: it may be requested again
 
@@ -55,7 +55,7 @@ class Drains:
     # -- requests and answers -----------------------------------------------------------------------------------------
 
     def ask(self, name: str, *, begun: bool) -> None:
-        """Request the drain of the node ``name``, or of all nodes of the host ``name``, for an observer. Idempotent.
+        """Record an observer's request to drain the node ``name``, or all nodes of the host ``name``. Idempotent.
 
         ``begun``: True if this coordinator leads a run whose training has begun; otherwise the request is refused.
         """
@@ -79,7 +79,7 @@ class Drains:
         """Return the nodes, in order of request, whose drain the joined ``members`` must decide in the new epoch.
 
         An accepted drain that no member's status lists any more is also decided again. In that case the members have
-        refused it later, but their answer was lost: an epoch was being formed, or the answering worker died.
+        refused it later, but their answer was lost, as an epoch was being formed, or the answering worker died.
         """
         statuses = {number: self._roster.workers[number].status for number in members}
         forgotten = self._accepted - draining_of({"statuses": statuses}) - {*self._asked}
@@ -87,7 +87,7 @@ class Drains:
         return tuple(self._asked)
 
     def answered(self, node: str, reason: str) -> None:
-        """Record a member's answer for a node in the present epoch; ``reason``: why it is refused; empty: accepted."""
+        """Record a member's answer about a drain; ``reason``: why the drain is refused; empty if it is accepted."""
         if node in self._asked:
             self._asked.remove(node)
         if reason:
@@ -123,7 +123,7 @@ class Drains:
         return node in self._known_to_members
 
     def why_left(self, worker: Member) -> str:
-        """Return why a worker left in order, for the log."""
+        """Return why a worker left normally, for the log."""
         drained = worker.node in self._asked or self.is_draining(worker.node)
         return "its node was drained" if drained else "it had finished"
 

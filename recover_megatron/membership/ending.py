@@ -5,12 +5,13 @@ takes over the work, one replica after the other. The coordinator recognises suc
 workers report. Two workers *share* work if both have tried the same microbatch of one iteration. If they failed outside
 of microbatches, they share work if both failed in the same phase of one iteration.
 
-    two replicas, the same error, shared work           the run ends
-    all replicas, the same error, one iteration         the run has ended
-    the last replicas in turn, the same error,
-        no microbatch begun, two iterations             the run has ended
-    three replicas, any errors, the same shared work    the run ends
-    a fault of the host or of the device                no conclusion about the work
+    reported exceptions                                 conclusion
+    two replicas, the same error, shared work           the work is faulty: the coordinator ends the run
+    three replicas, any errors, the same shared work    the work is faulty: the coordinator ends the run
+    all replicas, the same error, one iteration         the work is faulty, and no replica is left
+    two replicas, the same error, no microbatch begun,
+        in two successive iterations                    the work is faulty, and no replica is left
+    a fault of the host or of the device                none about the work
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class ExceptionReport:
 
 
 _NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?\b(?:nan|inf)\b|[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
-_NAME_WITH_A_NUMBER = re.compile(r"(?<!\w)\w*#[\w#]*|\btmp\w{6,}")  # a match begins at a word, for linear time
+# A match can only start at the start of a word, so that the search takes linear time.
+_NAME_WITH_A_NUMBER = re.compile(r"(?<!\w)\w*#[\w#]*|\btmp\w{6,}")
 _OUTAGE = re.compile(
     r"(?:Connection\w*|BrokenPipe|Timeout)Error\b|OSError: .*\[Errno (?:5|107|110|112|113|116|121)\]", re.DOTALL
 )
@@ -139,23 +141,24 @@ class ExceptionReports:
         where = {"iteration": report.iteration, "microbatch": report.microbatch, "group": report.group}
         details = {"phase": report.phase, "own": report.own, "error": report.error, "traceback": message["traceback"]}
         self._out.log("exception", worker=worker.number, host=worker.host, **where, **details)
-        # The report is newer than the last heartbeat, so its iteration and phase are the ones of the failure.
+        # The report is newer than the last heartbeat, so it has the iteration and phase of the failure.
         worker.progress.iteration, worker.progress.phase = report.iteration, report.phase or worker.progress.phase
         cause = true_cause(report, self._reports.values())
         self._reports[worker.number] = report
         return cause
 
     def same_of_all(self, workers: Workers) -> str | None:
-        """Return the common cause if the last ``workers`` and another replica failed with the same error; else None.
+        """Return the common cause if all ``workers`` and another replica failed with the same error; else None.
 
-        There are two cases. Either all workers failed in one iteration, perhaps in different microbatches, because no
-        live worker was left to repeat a microbatch. Or one replica failed between two steps, and another replica one
-        iteration later. A storage outage is no common cause, because a restarted run may continue after it.
+        ``workers``: members of the last epoch, none of which is live. There are two cases. Either all workers failed in
+        one iteration, perhaps in different microbatches, because no live worker could repeat a microbatch. Or one
+        replica failed between two steps, and another replica failed likewise in the next iteration. A storage outage is
+        no common cause, because a restarted run may continue after it.
         """
         last = [self._reports[number] for number in workers if number in self._reports]
         newest = max((report.iteration for report in last), default=0)
         reports = [report for report in self._reports.values() if report.iteration == newest]
-        if len({report.group for report in reports}) < 2:  # perhaps a fault between steps, on each replica in turn
+        if len({report.group for report in reports}) < 2:  # the replicas may have failed one after the other
             recent = [report for report in self._reports.values() if report.iteration >= newest - 1]
             reports = [report for report in recent if not report.tried]
         if len(last) < len(workers) or not set(last) <= set(reports):
@@ -193,9 +196,9 @@ class Ending:
         """Send the stop message to all members and to ``observers`` (sessions).
 
         If a worker stopped the run, this coordinator waits until ``patience`` for workers without a connection that the
-        open rendezvous needs (``absent``). For another reason it does not wait for them, because they may continue
-        under another coordinator. It also waits for launchers that have not attached yet or have just lost their
-        connection, because they need the exit code; but not if another coordinator may continue the run.
+        open rendezvous needs (``absent``). If the run stops for another reason, it does not wait for them, because they
+        may continue under another coordinator. It also waits for launchers that have not attached yet or have just
+        lost their connection, because they need the exit code; but not if another coordinator may continue the run.
         """
         roster, settings = self._roster, self._roster.settings
         code, reason = over.code, over.reason
@@ -271,7 +274,7 @@ class Survivors:
         """Raise RunOver if the run cannot continue, or has finished.
 
         The run can continue if ``members``, the live workers of ``counted_on``, include members of the last epoch, or
-        if set-aside workers may come back. It has finished if all workers with a part in the work have left in order.
+        if set-aside workers may come back. It has finished if all workers with a part in the work have left normally.
         """
         roster, epochs = self._roster, self._epochs
         required_aside = roster.required_aside | (roster.returning if epochs.own else frozenset())

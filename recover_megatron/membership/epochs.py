@@ -1,14 +1,14 @@
 """Epochs: the last formed epoch with its plan and commits, and the rendezvous of the next one.
 
                           joins                  all have joined, and may continue
-    Rendezvous.open ----------------> is_ready --------------------------------> form ---> Epochs: reports, commits
+    Rendezvous.open ---------------> may_follow -------------------------------> form ---> Epochs: reports, commits
        ^                                 |                                                            |
        |     a change of membership      |               a change of membership                       |
        '---------------------------------'------------------------------------------------------------'
 
 A commit needs the reports of all members with a part in the epoch, so it needs no log. If every survivor of an epoch
-presents ``done >= t``, t is committed (if it was not committed before, committing it now does no harm); if one survivor
-does not, t was not committed. So a lost coordinator loses no decision, and a decision that a single worker has received
+presents ``done >= t``, iteration t counts as committed, since a late commit does no harm. If any survivor presents
+less, t was not committed. So a lost coordinator loses no decision, and a decision that a single worker has received
 is never reversed.
 """
 
@@ -54,7 +54,7 @@ class Epochs:
         self._ready = 0  # number of members for which ``is_ready`` is true
         self._some_left = False  # True if a worker that was not idle in this epoch has left
         self._stuck = 0  # consecutive epochs that ended without a commit because all workers waited for each other
-        self._apart = Workers()  # workers that waited in a different operation than most in the last stuck epoch
+        self._apart = Workers()  # result of ``detect.apart`` in the last stuck epoch
 
     @property
     def working(self) -> Workers:
@@ -114,7 +114,7 @@ class Epochs:
         self._out.log("plan", epoch=opened.epoch, **plan)
 
     def _lost(self, missing: Workers) -> dict[WorkerId, Json]:
-        """Return worker id -> last known progress, for the workers in ``missing`` that have not left in order."""
+        """Return worker id -> last known progress, for the workers in ``missing`` that have not left normally."""
         gone = [worker for number in sorted(missing) if (worker := self._roster.workers[number]).fate is not Fate.LEFT]
         return {
             w.number: {"iteration": w.progress.iteration, "phase": w.progress.phase, "aside": w.fate is Fate.ASIDE}
@@ -145,9 +145,9 @@ class Epochs:
         self._reported(worker, before)
 
     def left(self, worker: Member, why: str) -> None:
-        """Record that a worker has left in order.
+        """Record that a worker has left normally.
 
-        If the worker had a part in the last epoch, that epoch commits nothing more: this worker's report is missing.
+        If the worker had a part in the last epoch, that epoch commits nothing more, as this worker's report is missing.
         """
         self._some_left |= worker.number not in self.formed.members or worker.idle_in != self.formed.epoch
         worker.fate = Fate.LEFT
@@ -155,16 +155,19 @@ class Epochs:
 
     @property
     def finished(self) -> bool:
-        """True if no member with a part in the last epoch is live, and at least one of these members left in order.
+        """True if no member with a part in the last epoch is live, and at least one of these members left normally.
 
-        False if another coordinator formed the epoch: this coordinator does not know then which of the workers that
-        left had a part.
+        False if another coordinator formed the epoch, because then this coordinator cannot know whether the workers
+        that left had a part.
         """
         fates = {self._roster.workers[member].fate for member in self.working} if self.own else set()
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
     def commit(self, reporters: Workers) -> bool:
-        """Commit the last iteration that all ``reporters`` (members with a part) reported. Return whether it is new."""
+        """Commit the last iteration that all ``reporters`` (members with a part) reported.
+
+        Return False if that iteration was committed before.
+        """
         workers = self._roster.workers
         decided = min((workers[number].done for number in reporters), default=0)
         new = decided > self.committed
@@ -176,13 +179,13 @@ class Epochs:
         return new
 
     def is_ready(self, worker: Member) -> bool:
-        """Return whether the next commit need not wait for this member: it has reported done, or has no part."""
+        """Return whether the next commit need not wait for this member, because it has reported done or has no part."""
         return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
     def all_wait(self, apart: Workers) -> Workers:
         """Return the workers that must be evicted because all members wait for each other (the epoch is *stuck*).
 
-        ``apart``: workers that wait in a different operation than most. A worker that was in ``apart`` in the previous
+        ``apart``: result of ``detect.apart`` for the members. A worker that was in ``apart`` in the previous
         stuck epoch, too, must be evicted. If there is no such worker, request a new epoch. Raises RunOver after more
         than ``max_stuck_epochs`` stuck epochs in a row.
         """
@@ -202,7 +205,7 @@ class Epochs:
         self._ready += self.is_ready(worker) and not before
         if self._some_left:
             if self.finished:
-                self._roster.changes.append("only workers without a part in the work are left")
+                self._roster.changes.append("only workers without a part in the work remain")
         elif self._ready == len(self.formed.members) and self.commit(self.working):
             message = {"type": "commit", "epoch": self.formed.epoch, "iteration": self.committed}
             self._out.send(self._roster.sessions_of(self.formed.members), message)
@@ -221,7 +224,7 @@ class RevokeConfirmations:
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:
         self.announced = True
-        """True once all workers were notified that all have confirmed. Initially True, since there is no epoch yet."""
+        """True once the message ``all_heard`` was sent, because all have confirmed; True before the first epoch."""
         self.may = False
         """True if no worker is evicted, or the next epoch may be formed without the evicted workers."""
         self._roster = roster
@@ -230,7 +233,7 @@ class RevokeConfirmations:
         self._missing: set[WorkerId] = set()
 
     def begin(self) -> None:
-        """Wait for confirmations, since a rendezvous opens. Confirmations since the last plan remain valid."""
+        """Start to wait when a rendezvous opens. Confirmations received since the last plan remain valid."""
         epoch, workers = self._epochs.formed.epoch, self._roster.workers
         if self._after < epoch:
             self._after, self.announced = epoch, False
@@ -246,17 +249,17 @@ class RevokeConfirmations:
 
     @property
     def missing(self) -> Workers:
-        """Live and set-aside workers that have not confirmed yet."""
+        """Live and set-aside workers whose confirmation has not arrived."""
         fates = Fate.LIVE, Fate.ASIDE
         return frozenset(number for number in self._missing if self._roster.workers[number].fate in fates)
 
     @property
     def due(self) -> bool:
-        """True if all workers have confirmed, but have not been notified of that yet."""
+        """True if all confirmations have arrived, but the message ``all_heard`` has not been sent."""
         return not self.announced and not self.missing
 
     def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
-        """If ``due`` and ``may``, notify all workers that all have confirmed, and restart their hang timeouts."""
+        """Send ``all_heard`` to all workers if it is due and allowed (``may``), and restart their hang timeouts."""
         if not self.due or not self.may:
             return
         self.announced = True
@@ -312,7 +315,7 @@ class Rendezvous:
         return worker.new or worker.fate is Fate.ASIDE or worker.number not in self._epochs.formed.members
 
     def revoke_message(self, reason: str, *, apart: bool = False) -> dict[str, Any]:
-        """Return the message ``revoke``, which ends the last epoch. It has the last commit and the next members.
+        """Return the message ``revoke``, which ends the last epoch and contains the last commit and the next members.
 
         ``apart``: the receivers are workers for which ``is_apart`` is true, and the message has no commit. Such workers
         took no part in the committed step: they do not apply it, but copy the state of a worker that has applied it.
@@ -413,7 +416,7 @@ class Rendezvous:
         may = contest.permission is not Permission.TOO_FEW
         if may and not unheard:
             enough = contest.permission is Permission.ENOUGH
-            if not enough and (self.all_joined or not self.hearing.missing):  # all members follow this term
+            if not enough and (self.all_joined or not self.hearing.missing):  # then all members follow this term
                 enough = self._leadership.has_lease(self.opened, now)
             return enough
         evicted = [roster.workers[n] for n in roster.with_fate(Fate.OUT)]
@@ -427,7 +430,7 @@ class Rendezvous:
             raise RunOver(EXIT_LOST_MAJORITY, text)
         for worker in unheard if may else []:
             node_agent = roster.node_agents.get(worker.node_agent)
-            stopped = node_agent is not None and node_agent.session is not None  # its host answers probes
+            stopped = node_agent is not None and node_agent.session is not None  # the launcher's host answers probes
             if now > self.patience + (roster.settings.heartbeat_timeout if stopped else 0.0):
                 roster.exclude(worker, "its launcher is not reached, and may vouch for it to another coordinator", now)
         return False
@@ -435,8 +438,9 @@ class Rendezvous:
     def _acknowledged(self, node: str, now: float) -> bool:
         """Return whether the launcher cannot attach to another coordinator without presenting this rendezvous.
 
-        That is certain if the launcher has acknowledged the rendezvous, or has ended. If its process is stopped, its
-        host must have received the message, and ``patience`` must be over: then all earlier messages have arrived.
+        That is certain if the launcher has acknowledged the rendezvous, or has ended. If the launcher's process is
+        stopped, its host must have received the revoke, and ``patience`` must be over, because all earlier messages of
+        the launcher have arrived then.
         """
         node_agent = self._roster.node_agents.get(node)
         if node_agent is None:

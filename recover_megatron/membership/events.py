@@ -232,7 +232,7 @@ class Hangup:
 
 @dataclass(frozen=True)
 class Look:
-    """Set the candidates that joined after the launch to ``added``: their list follows the candidates of the launch."""
+    """Replace the list of candidates that joined after the launch. They are tried after the launch's candidates."""
 
     added: tuple[tuple[str, int], ...]
 

@@ -39,12 +39,12 @@ class Lateness:
         self._out = out
 
     def ask_the_quiet(self, now: float, held_up: bool) -> None:
-        """Send a beat to quiet members, and ask the kernel whether the hosts of silent ones acknowledge data.
+        """Send ``beat`` to quiet members, and ask the kernel whether the hosts of silent members acknowledge data.
 
         The kernel is asked (``Probe``) because a process may not answer for long although it exists: a worker in a call
         that holds the interpreter lock, or a launcher that is stopped for hours. If this process was ``held_up``, the
         kernel is not asked, because this process has sent nothing for long. The longer a launcher is silent, the fewer
-        beats it gets, so that its receive buffer keeps room for important messages.
+        beats it receives, so that its receive buffer keeps room for important messages.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
@@ -121,7 +121,7 @@ class Lateness:
     def all_wait(self, members: Workers, now: float) -> None:
         """Request a new epoch because all ``members`` wait for each other, or evict workers.
 
-        Workers that wait for the second time in a different operation than most are evicted. Raises RunOver after too
+        A worker that waits *apart* (``detect.apart``) in two such epochs in a row is evicted. Raises RunOver after too
         many such epochs in a row.
         """
         workers, group = self._roster.workers, self._group(members)
@@ -193,7 +193,7 @@ class Lateness:
         self._deaf = {
             number: (at, reason)
             for number, (at, reason) in self._deaf.items()
-            if now - at <= settings.heartbeat_interval  # ``ask_the_quiet`` probes more often
+            if now - at <= settings.heartbeat_interval  # drop old entries: hosts are probed more often
             and at > max(workers[number].heard, fresh)
             and workers[number].fate is Fate.LIVE
         }
@@ -229,7 +229,7 @@ class Lateness:
         """Return worker -> replica, for complete replicas, and replicas that lost workers only to recent evictions.
 
         *Recent* is the last hang timeout. The replica of a worker is taken from the worker's marks, else from the
-        plan's statuses. A worker without both counts as a replica of one worker.
+        plan's statuses. A worker with neither counts as a replica of one worker.
         """
         statuses = statuses_of(self._epochs.plan)
         replica_of: dict[WorkerId, Hashable] = {}
@@ -292,7 +292,7 @@ class Witnessed:
     def hear(self, testimony: Statement, state: State, now: float) -> None:
         """Evict the silent workers on nodes that the witness reports off.
 
-        An open rendezvous is opened again: the statement counts only if launchers acknowledge a rendezvous after it.
+        If a rendezvous is open, a new one replaces it: the statement counts only for a rendezvous opened later.
         """
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):

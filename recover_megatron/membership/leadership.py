@@ -1,21 +1,21 @@
 """Rules by which a candidate may lead, may continue to lead, and may leave out workers that it does not reach.
 
 ``gone``: workers known to have ended (their kernel closed the connection, or a node agent saw the process end) or to
-have left in order. Unreachable workers are not gone: they may be running on the other side of a partition.
+have left normally. Unreachable workers are not gone: they may be running on the other side of a partition.
 
 The rule for a coordinator that wants to fix the plan of a new epoch with the workers that it reaches:
 
-* If only gone workers are missing, the coordinator may fix the plan, however few workers are left.
+* If only gone workers are missing, the coordinator may fix the plan, however few workers remain.
 * If this coordinator formed the last epoch, it needs at least half of that epoch's members that are not gone.
-* If a lost coordinator formed that epoch, it needs more than half of these members, and more than half of every
+* If a lost coordinator formed that epoch, this one needs more than half of these members, and more than half of every
   rendezvous that any member presents as opened after that epoch, since such a rendezvous may have been formed unseen.
 * With a lease (``lease``, on shared storage) one rule holds in both cases: more than half of the epoch's members may
   continue, where gone members count as missing. Fewer members may continue only with the lease, if no more than half
-  are missing and at least one is left (``permission``). Still fewer may not, except in one more case (``witness``).
+  are missing and at least one remains (``permission``). Still fewer may not, except in one more case (``witness``).
 
 * Members without a part in the last epoch (*idle*) do not know what it committed, since no commit waited for them. So
   if a missing worker may be running, idle members alone never continue under a new coordinator, lease or not. The
-  exception: all members were idle (all replicas broken, spares build the rest), so that nothing was committed.
+  exception: all members were idle (no replica was complete, and spares had to rebuild one), so nothing was committed.
 
 Why two sides can never both continue: let M be the last epoch that both know, A the side that formed it, B the other.
 A and B are disjoint, as a member follows one coordinator at a time and only ever a higher term. A has at least half
@@ -29,9 +29,9 @@ on them, they are in no set of which a side needs a majority. Until they hold a 
 committed, and newcomers alone never continue. The argument above holds unchanged: a member of M that is in a later
 epoch has joined that epoch, so it presents it.
 
-With the lease two sides can never both have *enough* and a *claim*, whatever deaths each of them knows: one side would
-need more than half of the epoch's members, and the other would miss no more than half. What a side learns later of the
-other's deaths is reported by a node agent, as above. Of two claims the lease grants the second only if a member of the
+With the lease one side can never have *enough* while another side has a *claim*, whatever deaths each side knows: the
+first would need more than half of the epoch's members, and the second would miss no more than half. Later deaths on the
+other side are reported by a node agent, as above. Of two claims the lease grants the second only if a member of the
 first has followed the second's coordinator since, and is in the second. The first side can then continue without that
 member only by another claim, which is refused (``lease.may_take``). The lease uses no time, so no pause and no clock
 affects it.
@@ -64,8 +64,9 @@ from recover_megatron.membership.witness import Witness
 
 
 def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bool:
-    """Return whether ``reached`` has more than half of the ``members`` that are not ``gone`` (``tie``: at least half).
+    """Return whether ``reached`` has more than half of the ``members`` that are not ``gone``.
 
+    With ``tie``, half of these members is enough.
     If all members are gone, none can be running on another side, so any set is a majority.
     """
     living = members - gone
@@ -76,7 +77,7 @@ def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bo
 def may_go_on(reached: Workers, bases: Iterable[Workers], gone: Workers, own: bool) -> bool:
     """Return whether the workers ``reached`` may continue a run that has no lease.
 
-    ``bases``: sets of workers of which a majority is needed. ``own``: this coordinator formed the last epoch.
+    ``bases``: sets of workers; a majority of each is needed. ``own``: True if this coordinator formed the last epoch.
     """
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
 
@@ -96,7 +97,7 @@ def permission(reached: Workers, bases: Iterable[Workers], gone: Workers, slack:
     """Return the permission of the workers ``reached`` to continue a run that has a lease.
 
     ``slack``: two halves that differ by at most this number of workers can each get the lease, because one node may
-    have more workers left than another. Equal for all candidates of a run.
+    have more live workers than another. All candidates of a run use the same number.
     """
     answer = Permission.ENOUGH
     for base in bases:
@@ -153,7 +154,7 @@ class Leadership:
         self._roster = roster
         self._out = out
         self._salt = salt
-        self._claim: AskForLease | None = None  # the last claim for which a rendezvous waits
+        self._claim: AskForLease | None = None  # the last claim whose answer a rendezvous needs
         self._record: AskForLease | None = None  # the last claim that only records members of a formed epoch
         self._claimed_at = 0.0
         self._verdict: Verdict | None = None  # the answer to ``_claim``; None: no answer yet
@@ -190,7 +191,7 @@ class Leadership:
         return began and self._permission(reached, None) is Permission.TOO_FEW
 
     def _moved(self, now: float) -> bool:
-        """Return whether nodes have attached to this candidate as a unit: launchers, and most of their workers.
+        """Return whether complete nodes have attached to this candidate: launchers, and most of their workers.
 
         Without this rule a worker that has only lost its own connection could split the run.
         """
@@ -265,7 +266,7 @@ class Leadership:
     def contest(self, opened: Opened, formed: Formed, own: bool) -> Contest | None:
         """Return whether the members of ``opened`` may continue after epoch ``formed``, as a ``Contest``.
 
-        None: they may, because only gone workers are left out. ``own``: this coordinator has formed ``formed``.
+        None: they may, because only gone workers are left out. ``own``: True if this coordinator has formed ``formed``.
         """
         bases = self._bases(formed if own else None)
         missing = self._missing(opened.members, bases)
@@ -292,7 +293,7 @@ class Leadership:
                 raise RunOver(EXIT_LOST_MAJORITY, f"the lease could not be requested within {patience:g} s: {why}")
             if now > self._claimed_at + self._roster.settings.heartbeat_interval and not self._wait_reported:
                 self._wait_reported = True
-                text = f"the run waits for the lease (others may continue elsewhere): {why}; at most {patience:g} s"
+                text = f"the run waits at most {patience:g} s for the lease (others may continue elsewhere): {why}"
                 self._out.log("lease", epoch=opened.epoch, granted=None, reason=why)
                 self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
             return False
@@ -330,7 +331,7 @@ class Leadership:
         self._verdict = verdict
 
     def _permission(self, reached: Workers, own: Formed | None, epoch: int | None = None) -> Permission:
-        """Return the permission of workers to continue; ``epoch``: the rendezvous whose members they are, if any."""
+        """Return the permission of ``reached`` to continue; ``epoch``: the rendezvous of these workers, if any."""
         bases, gone = self._bases(own), self._roster.gone
         if self.slack is None:
             return Permission.ENOUGH if may_go_on(reached, bases, gone, own is not None) else Permission.TOO_FEW

@@ -29,7 +29,7 @@ JOINED_FROM = 1 << 19
 """Lowest id of a worker whose launcher joined the run after the launch."""
 
 MOST_ADDED = 3
-"""Maximum number of candidates in the members' list that joined after the launch. If one is lost, another is listed."""
+"""Maximum number of listed candidates that joined after the launch. If one is lost, another takes its place."""
 
 
 def to_runs(workers: Iterable[int]) -> Runs:
@@ -158,7 +158,7 @@ class PlanRequest:
     committed: int
     """The last committed iteration, including decisions of this rendezvous."""
     lost: Mapping[WorkerId, Json] = field(default_factory=dict)
-    """Missing member of the last epoch that has not left in order -> last known ``iteration`` and ``phase``, and
+    """Missing member of the last epoch that has not left normally -> last known ``iteration`` and ``phase``, and
     ``aside`` (True if the worker was set aside)."""
     drain: tuple[str, ...] = ()
     """Names of nodes that will be switched off if the members decide that the run can continue without them."""
@@ -199,7 +199,7 @@ class Presentation:
     dead: Workers = frozenset()
     """Workers known to have ended, as the coordinator reported."""
     left: Workers = frozenset()
-    """Workers that had finished and left in order."""
+    """Workers that had left normally."""
     aside: Workers = frozenset()
     """Live workers that the newest of ``formed`` and ``opened`` leaves out because they are late: they may come
     back."""
@@ -299,7 +299,7 @@ class Evidence:
 EXIT_SAME_FAULT = 1
 """Exit code of a run ended by an exception that every worker would raise."""
 EXIT_NO_REPLICA = 10
-"""Exit code of a run that has too few live workers left for one replica."""
+"""Exit code of a run that has too few live workers for one replica."""
 EXIT_LOST_MAJORITY = 11
 """Exit code of a worker or a run that no coordinator may continue."""
 EXIT_STATE_LOST = 12
@@ -322,7 +322,7 @@ class EpochRevoked(MembershipError):
 
 
 class Fenced(MembershipError):
-    """Raised on a worker that was evicted: exit the process (code ``EXIT_FENCED``); the other workers continue."""
+    """Raised on an evicted worker. Its process must exit (code ``EXIT_FENCED``); the other workers continue."""
 
 
 class CoordinatorLost(MembershipError):
@@ -330,7 +330,7 @@ class CoordinatorLost(MembershipError):
 
     ``by``: the worker that ended the run for all (``give_up``, ``report_exception``); None: no worker ended it.
     ``reported``: True if a coordinator has reported the end. False if no coordinator was reached: then the run may
-    continue without this worker, or may have ended well.
+    continue without this worker, or may have ended successfully.
     """
 
     def __init__(

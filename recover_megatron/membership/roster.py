@@ -3,8 +3,8 @@
     dead   the worker's process has certainly ended: its kernel closed the session, or its launcher saw the end
     out    the worker was evicted, because its host is silent or it hangs (``detect``). Its launcher kills it. Until the
            launcher reports the end, the worker may be running on another side of a partition (``leadership``)
-    left   the worker has finished, and has sent ``bye``
-    aside  the worker's replica is late (``Settings.grace``). When the worker asks for a place, it is like a newcomer
+    left   the worker has left normally: it has sent ``bye``
+    aside  the worker's replica is late (``Settings.grace``). When the worker asks for a place, it counts as a newcomer
 
 Only *aside* can be undone. A worker that abandons this coordinator stays live and is *awaited*: it has no session, but
 may come back. A *newcomer* has an id that is not from the launch (launch ids are below ``world``). The coordinator
@@ -23,7 +23,7 @@ from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Formed, Json, Settings, WorkerId, Workers, to_runs
 
 ENDED_IN_ORDER = "exit code 0"
-"""Text with which a launcher reports that a worker's process ended in order."""
+"""Text by which a launcher reports that a worker's process ended normally."""
 
 
 class Fate(Enum):
@@ -137,7 +137,7 @@ class Roster:
 
     @property
     def gone(self) -> Workers:
-        """Workers that certainly do not run any more, or have left in order."""
+        """Workers that certainly do not run any more, or have left normally."""
         return frozenset(n for n, w in self.workers.items() if w.fate in (Fate.DEAD, Fate.LEFT))
 
     @property
@@ -164,7 +164,7 @@ class Roster:
     def blind(self, epoch: Formed) -> Workers:
         """Return the idle members of ``epoch`` that do not know what the epoch has committed.
 
-        If all members are idle and have reported that (``vacant``), they know that nothing was committed.
+        Members that have reported that no member has a part (``vacant``) know that nothing was committed.
         """
         return frozenset(number for number in self.idle(epoch) if not self.workers[number].vacant)
 
@@ -271,7 +271,7 @@ class Roster:
             self._out.do(Close(session))
 
     def forget(self, session: int) -> Member | NodeAgentStatus | None:
-        """Remove a session that has ended. Return its worker or launcher; None if it had none."""
+        """Remove a session that has ended. Return its worker or launcher; None if it belonged to neither."""
         peer = self.sessions.pop(session, None)
         if peer is not None:
             peer.session = None
@@ -296,10 +296,10 @@ class Roster:
         self._fault("dead", worker, reason, now)
 
     def abandoned(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
-        """Record that a worker abandons this coordinator to look for another one; ``followed``: this coordinator leads.
+        """Record that a worker abandons this coordinator to look for another one.
 
-        The worker is awaited, because it comes back if it finds no other coordinator. It is not evicted, because a
-        pause of this coordinator is no fault of the worker.
+        ``followed``: True if this coordinator leads. The worker is awaited, because it comes back if it finds no other
+        coordinator. It is not evicted, because a pause of this coordinator is no fault of the worker.
         """
         self._out.log("abandoned", worker=worker.number, reason=reason)
         self.unbind(worker)
@@ -309,7 +309,7 @@ class Roster:
             self.changes.append(f"{worker.name} abandoned this coordinator and is awaited")
 
     def merge_ends(self, dead: Workers, left: Workers) -> None:
-        """Record the workers that members have presented as dead, or as having left in order."""
+        """Record the workers that members have presented as dead, or as having left normally."""
         for number in dead | left:
             worker = self.workers[number]
             if worker.fate is not Fate.LEFT:
@@ -360,7 +360,7 @@ class Roster:
     def _ended(self, number: WorkerId, how: str, now: float, *, leads: bool) -> None:
         """Record a launcher's report that a worker's process has ended.
 
-        If a process ended in order while this candidate did not lead, the candidate does not know whether the worker
+        If a process ended normally while this candidate did not lead, the candidate does not know whether the worker
         had left the run. Another coordinator may know it.
         """
         if number not in self.workers:  # a newcomer that never attached here; other members may present it later
@@ -383,7 +383,7 @@ class Roster:
         self._unclear_ends.clear()
 
     def expire_ended(self, now: float) -> None:
-        """Record as dead the workers that sent no ``bye`` although their processes ended in order some time ago.
+        """Record as dead the workers that sent no ``bye`` although their processes ended normally some time ago.
 
         Their connections may stay open, because child processes may hold copies of the sockets.
         """

@@ -1,7 +1,7 @@
-"""Views for observers: the coordinator's state as one bounded JSON object, and the history that it needs.
+"""Views for observers: the coordinator's state as one bounded JSON object, and the history that views contain.
 
     observer                                  coordinator
-       |  (challenge, auth, proof, as a member)    |
+       |  (challenge, auth, proof: see ``wire``)   |
        |  observe  ------------------------------> |
        |  <------------------------------  view    |   a pure function of the state
        |  observe ...                              |
@@ -44,7 +44,7 @@ _FAULTS = ("fault", "exception", "stuck", "give_up")
 
 
 class History:
-    """Data for views that the coordinator's state lacks: reasons and times of ends, last faults, recoveries and commit.
+    """Data that only views need: reasons and times of ends, the last faults and recoveries, and the last commit.
 
     It is built from the records of the event log. A coordinator that took over knows only events since its takeover.
     """

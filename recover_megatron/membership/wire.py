@@ -76,7 +76,7 @@ def _address(value: Any) -> bool:
 
 
 def _loss(value: Any) -> bool:
-    """Return whether ``value`` is a list of a step and its loss, which is None if it is not finite."""
+    """Return whether ``value`` is ``[step, loss]``. A loss that is not finite is None."""
     if type(value) is not list or len(value) != 2 or not _ITERATION(value[0]):
         return False
     return value[1] is None or (type(value[1]) is float and math.isfinite(value[1]))

@@ -11,16 +11,16 @@ the witness they may ask for it if *no other worker can be running*, by ``alone`
 Why no second side can continue then. Let B be the side that uses the witness, and A another side that has left B out.
 The members of A are members of the last epoch that B knows, and newcomers. Processes on a node that is off have ended.
 Processes on a node that is here are members of B, as its launcher reported after the testimony (``Witness.opened``), so
-they do not follow A any more. Only newcomers of launchers that joined remain: they may run anywhere, unknown to B. So a
-side that has left out a worker that may be running admits such newcomers only when the lease names this side without
-the left-out workers (``Witness.lets_in``). Then B, which needs the lease, does not get it. A coordinator that took over
-cannot know which workers the previous coordinator has left out. So it, too, admits such newcomers only when the lease
-names its side.
+they do not follow A any more. That leaves newcomers whose launchers joined after the launch: they may run anywhere,
+unknown to B. So a side that has left out a worker that may be running admits such newcomers only when the lease names
+this side without the left-out workers (``Witness.lets_in``). Then B, which needs the lease, does not get it. A
+coordinator that took over cannot know which workers the previous coordinator has left out. So it, too, admits such
+newcomers only when the lease names its side.
 
 A death that a witness reports does not make a worker *gone* (``leadership``), unlike a death that a launcher has seen.
 Gone workers do not count on any side. A launcher that reports a death also presents the rendezvous that it knows; a
-witness presents nothing. If the witness's deaths counted as gone, two sides could continue: three of five workers
-continue, lose two with their node, and continue with the last one; the other two workers would be two of three.
+witness presents nothing. If workers on nodes reported off counted as gone, two sides could continue. Example: three of
+five workers continue, lose two with a node, and continue with the last one; the other two would be two of three.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Witness:
     # -- questions and statements -------------------------------------------------------------------------------------
 
     def ask(self, now: float, needed: bool) -> None:
-        """Ask about all unreached nodes if an answer was ``needed`` for a heartbeat interval. Called at every tick."""
+        """Ask about all unreached nodes if ``needed`` has been True for a heartbeat interval. Called at every tick."""
         if not needed or not self.nodes:
             self._needed_since = None
             return
@@ -105,7 +105,7 @@ class Witness:
         return new
 
     def waits(self, now: float) -> bool:
-        """Return whether members too few to continue must still wait for the witness (at most ``lost_timeout``)."""
+        """Return whether a side with too few members must wait for the witness (at most ``lost_timeout``)."""
         since = self._needed_since
         return bool(self.nodes) and (since is None or now <= since + self._roster.settings.lost_timeout)
 
@@ -116,7 +116,7 @@ class Witness:
     # -- consequences -------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """Record that a rendezvous was opened. Launchers acknowledge it after all statements received until now."""
+        """Record the opening of a rendezvous, which launchers acknowledge later than all statements received so far."""
         self._off_at_opening = self.off
 
     def leaves_alone(self, members: Workers, missing: Workers, epoch: int | None) -> bool:

@@ -10,9 +10,10 @@ Both sides prove that they know the job's secret, by an HMAC-SHA256 challenge wi
     client -> server   its nonce, and the proof of the client's role for both nonces
     server -> client   the proof of the server's role for both nonces
 
-A proof contains the role, so that it cannot be sent back to its author, and the purpose, so that it is useless in other
-protocols of the run. A server processes no request, and a client uses no data, before the other side has proved that it
-knows the secret. The secret itself is never sent. Later traffic is neither encrypted nor signed (docs/security.md).
+A proof contains the role, so that no peer can send it back as its own proof, and the purpose, so that it is useless
+in other protocols of the run. A server processes no request, and a client uses no data, before the other side has
+proved that it knows the secret. The secret itself is never sent. Later traffic is neither encrypted nor signed
+(docs/security.md).
 
 A worker's address is the text "host port".
 """
@@ -43,8 +44,8 @@ class WireError(Exception):
 
 
 def encode(message: Mapping[str, Any], limit: int) -> bytes:
-    """Return the frame of ``message``. Raises ValueError if JSON cannot represent it, or its body exceeds ``limit``
-    bytes."""
+    """Return the frame of ``message``. Raises ValueError if JSON cannot represent the message, or the frame's body
+    exceeds ``limit`` bytes."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(body) > limit:
         raise ValueError(f"message {message.get('type')!r} has {len(body)} bytes, more than the limit of {limit}")
@@ -103,7 +104,7 @@ class Decoder:
         return self._cut(end)[_HEADER.size :]
 
     def take(self, size: int) -> bytes | None:
-        """Return the next ``size`` bytes of the stream, which are in no frame; None if fewer bytes have arrived."""
+        """Return the next ``size`` bytes, which were sent without a frame; None if fewer bytes have arrived."""
         return self._cut(size) if len(self._buffer) >= size else None
 
     def _cut(self, size: int) -> bytes:
@@ -129,7 +130,7 @@ def nonce() -> str:
 
 
 def mac(secret: bytes, *parts: str) -> bytes:
-    """Return the HMAC-SHA256 (32 bytes) of ``parts`` with the key ``secret``: purpose, role, then nonces."""
+    """Return the HMAC-SHA256 (32 bytes), with the key ``secret``, of ``parts``: the purpose, the role, the nonces."""
     return hmac.digest(secret, "|".join(parts).encode(), "sha256")
 
 
@@ -178,9 +179,10 @@ def listen(host: str, backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """Return a connection to ``address``, with TCP_NODELAY; it is shut down if the other host stops answering.
+    """Return a connection to ``address``, with TCP_NODELAY. If the other host stops answering, ``Watch`` shuts it down.
 
-    ``timeout``: seconds to connect. Raises OSError if that fails, ValueError if the address is not "host port".
+    ``timeout``: seconds allowed for connecting. Raises OSError if no connection can be made, ValueError if the address
+    is not "host port".
     """
     host, port = address.split(" ")
     sock = socket.create_connection((host, int(port)), timeout=timeout)
@@ -202,7 +204,7 @@ _PATH_ERRORS = {
 def is_path_error(error: OSError | None) -> bool:
     """Return whether ``error``, of an established connection, shows that the network path to the other host failed.
 
-    False if it shows that the other process closed the connection, or is None.
+    Returns False if ``error`` is None, or shows that the other process closed the connection.
     """
     return error is not None and (isinstance(error, TimeoutError) or error.errno in _PATH_ERRORS)
 
@@ -222,7 +224,8 @@ class Connection:
     """Connection to ``address``; the constructor authenticates both sides. All methods raise ``Unreachable``.
 
     ``patience``: called whenever no data has arrived for ``POLL_SECONDS``. It raises an exception to end the wait,
-    because a peer that is stopped neither answers nor closes the connection. None: wait until the connection ends.
+    because a peer that is stopped neither answers nor closes the connection. If ``patience`` is None, a wait ends only
+    when data arrives or the connection ends.
     """
 
     def __init__(self, address: str, challenge: Challenge, patience: Callable[[], None] | None = None) -> None:
@@ -301,7 +304,7 @@ class Connection:
                 data = self._socket.recv(limit)
             except TimeoutError as error:
                 if self._patience is None:
-                    raise Unreachable(f"no proof came within {HANDSHAKE_SECONDS:g} s", unreachable=True) from error
+                    raise Unreachable(f"the peer was silent for {HANDSHAKE_SECONDS:g} s", unreachable=True) from error
                 self._patience()
                 continue
             except OSError as error:

@@ -38,7 +38,7 @@ from recover_megatron.variables import DEATH_NOTICE_VARIABLE
 _MUTEX, _SEMAPHORE, _LEFT, _PID, _TAG, _SIZE = 0, 64, 128, 136, 192, 4096
 """Offsets of the fields in the page, and the size of the page.
 
-``pthread_mutex_t`` and ``sem_t`` take at most 48 bytes in glibc and musl.
+``pthread_mutex_t`` and ``sem_t`` are at most 48 bytes long in glibc and musl.
 """
 _ATTRIBUTE_BYTES = 64
 _PROCESS_SHARED = _ROBUST = 1
@@ -59,7 +59,7 @@ class _Page:
     """Page of memory that a launcher shares with one worker."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the page from the file ``descriptor``. Raises OSError."""
+        """Map the page from the file with this descriptor. Raises OSError."""
         self._memory = mmap.mmap(descriptor, _SIZE)
         self._memory.madvise(mmap.MADV_DONTFORK)  # forked children must not use the mutex
         self._bytes = (ctypes.c_char * _SIZE).from_buffer(self._memory)
@@ -87,7 +87,7 @@ class _Page:
 
     @property
     def left(self) -> bool:
-        """True if the worker has left the run in order, so that the end of its process is no death."""
+        """True if the worker has left the run normally, so that the end of its process is no death."""
         return self._memory[_LEFT] != 0
 
     @left.setter
@@ -96,7 +96,7 @@ class _Page:
 
     @property
     def holder(self) -> int:
-        """Pid of the process whose thread has locked the mutex, even after its death; 0: no process has."""
+        """Pid of the process whose thread locked the mutex, even if the process has died; 0 if no thread locked it."""
         return int.from_bytes(self._memory[_PID : _PID + 8], "little")
 
     @holder.setter
@@ -111,7 +111,7 @@ class _Page:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         locked = self._libc.pthread_mutex_trylock(self._mutex) == 0
         if locked:
-            self.holder = int(os.readlink("/proc/self"))  # the pid in the launcher's namespace, whose /proc this is
+            self.holder = int(os.readlink("/proc/self"))  # in the launcher's namespace, since /proc is the launcher's
             self.post()
         tried.set()
         if locked:
@@ -131,7 +131,7 @@ class _Page:
         return bool(self._libc.pthread_mutex_lock(self._mutex) == errno.EOWNERDEAD)
 
     def is_given_up(self, seconds: int) -> bool:
-        """Wait at most ``seconds`` until the thread that has the mutex ends. Return whether the mutex reported that."""
+        """Wait at most ``seconds`` until the thread that has the mutex ends. Return True if it has ended."""
         until = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)
         return bool(self._libc.pthread_mutex_timedlock(self._mutex, until) == errno.EOWNERDEAD)
 
@@ -151,7 +151,7 @@ def _new_page(name: str) -> tuple[_Page, int]:
 
 @cache
 def lacking() -> str:
-    """Return why robust mutexes do not report deaths on this host, as text; empty: they do.
+    """Return the reason why robust mutexes do not report deaths on this host; an empty text if they do.
 
     Tests a real mutex whose thread ends, since a kernel such as gVisor accepts the calls without any effect.
     """
@@ -176,7 +176,7 @@ class DeathWatch:
         self._closed = False
         self._process: int | None = None
         self.holder = 0
-        """Pid of the worker's process that has the mutex; 0: not known yet.
+        """Pid of the worker's process that has the mutex; 0 until it is known.
 
         If the launcher started a wrapper script, this is a child of the script.
         """
@@ -195,14 +195,14 @@ class DeathWatch:
 
     @property
     def left(self) -> bool:
-        """True if the worker has left the run in order, so that the end of its process is no death."""
+        """True if the worker has left the run normally, so that the end of its process is no death."""
         return self._page.left
 
     def begin(self, on_dying: Callable[[], object]) -> None:
         """Start a thread that calls ``on_dying`` once, as soon as the kernel ends the worker's threads.
 
-        It never calls ``on_dying`` if the worker has not locked the mutex. If no thread can be started, deaths are not
-        reported here.
+        It never calls ``on_dying`` if the worker has not locked the mutex. If no thread can be started, ``on_dying`` is
+        not called either.
         """
 
         def wait() -> None:
@@ -239,7 +239,7 @@ class DeathWatch:
 
 
 _held: _Page | None = None
-"""Page that this worker shares with its launcher; None: it shares no page."""
+"""Page that this worker shares with its launcher; None if it shares none."""
 
 
 def hold(environ: Mapping[str, str]) -> bool:
@@ -266,14 +266,14 @@ def hold(environ: Mapping[str, str]) -> bool:
         tried = threading.Event()
         threading.Thread(target=page.hold, args=(tried,), name="recover-death-notice", daemon=True).start()
     except (OSError, ValueError, RuntimeError):
-        return False  # only the pidfd reports the death
+        return False  # only the worker's pidfd will report its death
     _held = page
     tried.wait()
     return page.holder == int(os.readlink("/proc/self"))
 
 
 def leaving() -> None:
-    """Report to the launcher that this worker leaves the run in order: the end of its process is then no death."""
+    """Report to the launcher that this worker leaves the run normally, so that the end of its process is no death."""
     if _held is not None:
         _held.left = True
 

@@ -1,11 +1,13 @@
 """Key-value store: each worker runs a server in a thread, so the run has no central store that can be lost.
 
     server -> client   {"nonce": s}
-    client -> server   {"nonce": c, "mac": proof}         then  {"set": key, "value": v, "epoch": n}
-    server -> client   {"mac": proof}                     and   {"want": key}
-    server -> client   {"key": key, "value": v}           as soon as the value is set
+    client -> server   {"nonce": c, "mac": proof}
+    server -> client   {"mac": proof}
+    client -> server   {"set": key, "value": v, "epoch": n}
+    client -> server   {"want": key}
+    server -> client   {"key": key, "value": v}           answer to ``want``, as soon as the value is set
     client -> server   {"fetch": [numbers]}
-    server -> client   {"bytes": n} and n bytes           data of this worker (``source``); n = -1: it has no such data
+    server -> client   {"bytes": n} and n bytes           data of this worker (``source``); n is -1 if it has none
     client -> server   {"stream": name}                   makes the connection a stream, see below
 
 The server answers a ``want`` when the value is set, so no client polls over the network.
@@ -130,12 +132,12 @@ QUIET_SECONDS = 60.0
 MOST_BYTES = 16 << 20
 """Maximum bytes of the answer to one ``fetch`` request."""
 Source = Callable[[Sequence[int]], bytes | None]
-"""Function that returns this worker's data for the numbers of a ``fetch``; None: this worker lacks some of the data.
+"""Function that returns this worker's data for the numbers of a ``fetch``; None if this worker lacks some of the data.
 
 The server's thread calls it.
 """
 KEPT_EPOCHS = 4
-"""Number of epochs, the newest ones, whose values are kept; the process groups of older epochs do not exist any more.
+"""Number of newest epochs whose values are kept; the process groups of older epochs do not exist any more.
 """
 
 
@@ -165,7 +167,8 @@ class PeerStoreServer:
     def put(self, key: str, value: str, epoch: int | None = None) -> None:
         """Set the value of ``key``, and send it to the clients that wait for it. Any thread may call this.
 
-        A value with an ``epoch`` is dropped when values of ``KEPT_EPOCHS`` newer epochs exist; None: never dropped.
+        A value with an ``epoch`` is dropped when values of ``KEPT_EPOCHS`` newer epochs exist; a value without one,
+        never.
         """
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 

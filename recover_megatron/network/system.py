@@ -1,11 +1,11 @@
 """Kernel interfaces of this host: unreachable hosts, forks, and resource limits of the processes of a run.
 
-Silence (``Watch``): if a process dies, its kernel closes its connections, and its peers notice that immediately. But a
+Silence (``Watch``): if a process dies, the kernel closes its connections, so the peers notice immediately. But a
 broken cable, a wrong route or a packet filter between healthy hosts closes no connection; TCP alone would resend for
 15 minutes. A connection is *silent* if the kernel of the other host acknowledges nothing. One thread of the process
 checks all connections passed to ``watch``:
 
-    data is in flight   the thread shuts a connection that is silent for ``SECONDS``, which wakes waiting threads
+    data is in flight   the thread shuts down a connection that is silent for ``SECONDS``, which wakes waiting threads
     otherwise           the kernel sends keepalive probes, and ends the connection if none is answered
 
 The kernel acknowledges data even if its process is stopped or does not read, so such a process is not silent.
@@ -15,8 +15,8 @@ Otherwise a dead worker's connections would stay open, and its peers would not n
 these sockets: ``shutdown`` would affect the parent's connection. The child does not collect its parent's garbage,
 because the destructor of a gloo process group waits forever for threads that a forked process does not have.
 
-Optional features (``lacking``, ``memory_file``): a Python built for an older system lacks os.memfd_create and
-os.pidfd_open (uv's and conda's before 2026), and a seccomp filter may refuse them with ENOSYS or EPERM.
+Optional features (``lacking``, ``memory_file``): a Python built for an older system, such as uv's and conda's before
+2026, lacks os.memfd_create and os.pidfd_open; a seccomp filter may refuse these calls with ENOSYS or EPERM.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # offsets in ``struct tcp_info`` of li
 
 
 def unacknowledged(sock: socket.socket) -> float:
-    """Return for how many seconds the other host's kernel has not acknowledged waiting data; 0: no data is waiting.
+    """Return for how many seconds the other host's kernel has not acknowledged waiting data; 0 if no data is waiting.
 
     Data is waiting if packets are in flight, or more than one window probe is unanswered. (If this host has no route,
     no packets are in flight.) A host whose process does not read still answers each probe.
@@ -66,7 +66,7 @@ def unacknowledged(sock: socket.socket) -> float:
 
 
 def all_delivered(sock: socket.socket) -> bool:
-    """Return whether the other host has acknowledged all data, and none is unread here; False after an error."""
+    """Return whether the other host has acknowledged all data and all received data was read; False after an error."""
     if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4):
         return False
     try:
@@ -79,7 +79,7 @@ def all_delivered(sock: socket.socket) -> bool:
 
 
 def use_all_descriptors() -> None:
-    """Raise this process's limit of open files to the hard limit; unauthenticated connections count against it, too."""
+    """Raise this process's limit of open files to the hard limit; unauthenticated connections also need descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -87,7 +87,7 @@ def use_all_descriptors() -> None:
 
 @cache
 def lacking(name: str) -> str:
-    """Return why ``name`` (pidfd_open, memfd_create or pidfd_send_signal) is missing, as text; empty: it exists."""
+    """Return the reason why ``name`` (pidfd_open, memfd_create or pidfd_send_signal) is missing; empty if it exists."""
     try:
         descriptor = os.memfd_create("look") if name == "memfd_create" else os.pidfd_open(os.getpid())
         try:
@@ -97,7 +97,7 @@ def lacking(name: str) -> str:
             os.close(descriptor)
     except AttributeError:
         return f"this Python has no os.{name}: it was built for an older Linux"
-    except OSError as error:  # another error means that no descriptor is free now
+    except OSError as error:  # other errors: no descriptor is free now
         refused = error.errno in (errno.ENOSYS, errno.EPERM)
         return f"{name} is refused here ({error.strerror}) by the kernel or by seccomp" if refused else ""
     return ""
@@ -123,8 +123,8 @@ LONGEST_FOLDER = 89
 def keep_sockets(environ: Mapping[str, str]) -> None:
     """Make multiprocessing create its sockets in a folder that ``remove_sockets`` can find after this process's death.
 
-    Python removes its own folder only if the process that created it ends in order. Does nothing if the path of the
-    folder would be too long for a socket; Python then uses its own folder.
+    Python's default folder is removed only if the process that created it exits normally. Does nothing if the path of
+    the new folder would be too long for a socket; Python then uses its default folder.
     """
     launch_id = environ.get(LAUNCH_ID_VARIABLE, "")
     folder = f"{tempfile.gettempdir()}/pymp-{launch_id}-{os.getpid()}"
@@ -139,7 +139,7 @@ def share_by_lasting_socket() -> None:
     """Make multiprocessing share file descriptors through a socket that no cleaner of TMPDIR can remove.
 
     A data loader sends each tensor in this way. The socket's file is removed immediately; the parent process connects
-    through this process's entry in /proc. If /proc does not allow that, nothing changes. Call this first.
+    through this process's entry in /proc; if it cannot, nothing changes. Call this before sending any tensor.
     """
     from multiprocessing.connection import Listener
     from multiprocessing.resource_sharer import _resource_sharer as sharer  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ def share_by_lasting_socket() -> None:
         # Test the permission: if this process may read its parent's entry in /proc, the parent may read this one's.
         os.stat(f"/proc/{os.getppid()}/fd/0")
         within = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-        file = f"/proc/self/fd/{within}/listener"  # short for any TMPDIR: a socket's path has at most 107 bytes
+        file = f"/proc/self/fd/{within}/listener"  # short even if TMPDIR is long: 107 bytes are allowed
         listener = Listener(file, authkey=multiprocessing.process.current_process().authkey, backlog=128)
         address = f"/proc/{os.getpid()}/fd/{os.open(file, os.O_PATH | os.O_CLOEXEC)}"
         listener._listener._unlink()  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def share_by_lasting_socket() -> None:
 
 
 def remove_sockets(launch_id: str, pid: int | None = None) -> None:
-    """Remove the folder that ``keep_sockets`` has created in process ``pid`` of a launch; None: in any process."""
+    """Remove the folder that ``keep_sockets`` created in process ``pid`` of a launch; if None, in all its processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"pymp-{glob.escape(launch_id)}-{'*' if pid is None else pid}"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -186,7 +186,7 @@ def control_groups(controller: str, table: Path, root: Path) -> Iterator[Path]:
 
 
 def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
-    """Return how many processes in this process's cgroup, including workers, the kernel's OOM killer has killed.
+    """Return the number of processes that the OOM killer has killed in this process's cgroup, workers included.
 
     Returns 0 if the number is unknown. ``table``, ``mounted``: as ``table`` and ``root`` of ``control_groups``.
     """
@@ -201,7 +201,7 @@ def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
 _XID_SECONDS = 60.0
 _MOST_RECORDS = 100_000
-"""Greatest number of records that one call reads from the kernel's log (in 0.1 s): the length of the longest logs."""
+"""Greatest number of records of the kernel's log that one call reads, in 0.1 s; the longest logs have as many."""
 
 
 class KernelLog:
@@ -209,14 +209,14 @@ class KernelLog:
 
     def __init__(self, path: str = "/dev/kmsg") -> None:
         self._log = -1
-        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # process, seconds, text
+        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # (pid, seconds, text)
         with contextlib.suppress(OSError):
             self._log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             os.lseek(self._log, 0, os.SEEK_END)
 
     def xid(self, pid: int) -> str:
-        """Return the newest Xid error of process ``pid``, such as "Xid 79 of GPU 0000:c1:00"; empty: none is known.
-        If there is none, returns one of the last minute without a process, such as of a GPU that fell off the bus."""
+        """Return the newest Xid error of process ``pid``, such as "Xid 79 of GPU 0000:c1:00"; empty if none is known.
+        If none names ``pid``, returns the last minute's newest error without a pid (a GPU that fell off the bus)."""
         self._read()
         since = time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - _XID_SECONDS
         own = [text for named, _, text in self._xids if named == pid]
@@ -229,7 +229,7 @@ class KernelLog:
                 record = os.read(self._log, 8192)
             except BrokenPipeError:  # the kernel overwrote records before they were read
                 continue
-            except OSError:  # no more records now, or the log has become unreadable
+            except OSError:  # the log has no more records now, or has become unreadable
                 return
             if not record:
                 return
@@ -239,7 +239,7 @@ class KernelLog:
 
 
 def refused() -> list[str]:
-    """Return the required system features that this host lacks, as messages for the user; empty: it has all."""
+    """Return a message for each required system feature that this host lacks."""
     reasons = []
     if not os.path.exists("/proc/self/stat"):
         reasons.append("/proc is not mounted: it is needed to find a launch's processes and a worker's connections")
@@ -247,7 +247,7 @@ def refused() -> list[str]:
     for name, number in (("PR_GET_CHILD_SUBREAPER", 37), ("PR_GET_PDEATHSIG", 2)):
         if libc.prctl(number, result, 0, 0, 0) != 0:
             why = os.strerror(ctypes.get_errno())
-            reasons.append(f"prctl({name}) is refused ({why}), but recover-run ends processes by it: allow prctl")
+            reasons.append(f"prctl({name}) is refused ({why}), but recover-run needs it to end processes: allow prctl")
     return reasons
 
 
@@ -258,13 +258,13 @@ def open_files() -> int:
 
 
 def longest_file() -> int | None:
-    """Return this process's limit for the size of a file, in bytes; None: no limit."""
+    """Return this process's limit for the size of a file, in bytes; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return soft if soft != resource.RLIM_INFINITY else None
 
 
 def shared_memory() -> int:
-    """Return the free bytes of /dev/shm; 0: it is not writable."""
+    """Return the free bytes of /dev/shm; 0 if it is not writable."""
     try:
         usage = os.statvfs("/dev/shm")
     except OSError:
@@ -274,7 +274,7 @@ def shared_memory() -> int:
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """Limit for the number of processes and threads.  ``how``: how to raise it to the required number, {}."""
+    """Limit for the number of processes and threads.  ``how``: advice to raise it to ``{}``, the required number."""
 
     name: str
     most: int
@@ -286,13 +286,13 @@ class TaskLimit:
 
 
 def task_limits(proc: Path = Path("/proc"), mounted: Path = CGROUPS) -> list[TaskLimit]:
-    """Return the limits for processes and threads: of this process's user (root has none), and of its cgroups."""
+    """Return the limits for processes and threads that this user (unless root) and this process's cgroups have."""
     found = []
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most != resource.RLIM_INFINITY and not _unbounded(proc):
         found.append(TaskLimit("ulimit -u", most, _tasks_of(os.getuid(), proc), "run ulimit -u {} before recover-run"))
     for folder in control_groups("pids", proc / "self" / "cgroup", mounted):
-        with contextlib.suppress(OSError, ValueError):  # the group has no limit ("max"), or no such file
+        with contextlib.suppress(OSError, ValueError):  # the group has no limit ("max"), or lacks the file
             limit, used = (int((folder / name).read_text()) for name in ("pids.max", "pids.current"))
             how = "raise it to {0} (docker --pids-limit {0}, podPidsLimit in Kubernetes, TasksMax={0} of systemd)"
             found.append(TaskLimit(f"{folder}/pids.max", limit, used, how))
@@ -319,7 +319,7 @@ def _tasks_of(user: int, proc: Path) -> int:
 
 
 class Forked(Protocol):
-    """Owner of connections or threads that a forked process must close or does not have."""
+    """Owner of connections that a forked process must close, or of threads that a forked process lacks."""
 
     def close_in_child(self) -> None:
         """Close this owner's descriptors in a forked process, in its only thread. Must not wait for a lock."""
@@ -334,7 +334,7 @@ _collects: list[bool] = []
 def close_in_children(owner: Forked, lock: threading.Condition | None = None) -> None:
     """Register ``owner``: every process forked later calls ``owner.close_in_child``, as long as ``owner`` exists.
 
-    ``lock``: is locked during a fork, so that ``owner`` is consistent; ``close_in_child`` must replace it.
+    ``lock``: held during each fork, so that the child has a consistent ``owner``; ``close_in_child`` must replace it.
     """
     _known[owner] = lock
 
@@ -367,7 +367,7 @@ def _after_fork_in_child() -> None:
     _collects.clear()
     _held.clear()
     owners = list(_known)
-    _known.clear()  # they are closed below; an owner that this process still uses registers again
+    _known.clear()  # all owners are closed below; an owner that the child still uses registers again
     for owner in owners:
         with contextlib.suppress(OSError):  # this owner was closed before the fork; close the other owners
             owner.close_in_child()
@@ -391,7 +391,7 @@ class Watch:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._since: weakref.WeakKeyDictionary[socket.socket, float | None] = weakref.WeakKeyDictionary()
-        """Connection -> monotonic time, in seconds, since which it has been silent; None: it is not silent."""
+        """Connection -> monotonic time, in seconds, since which it has been silent; None if it is not silent."""
         self._silent: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 

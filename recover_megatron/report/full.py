@@ -35,15 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "recover-report",
         "Report of a run as one HTML page: audit, loss next to a reference, replicas and quotas, each recovery.",
     )
-    parser.add_argument("--reference", type=Path, metavar="DIR2", help="log folder of the run without failures")
+    parser.add_argument("--reference", type=Path, metavar="DIR2", help="log folder of a run without failures")
     parser.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest allowed relative difference of the loss from the reference in an iteration with a change of the "
-        f"replicas, and in the next {SOON - 1} (there {ROUGH} times X in bf16, fp16, fp8); default: {TOLERANCE:g}",
+        help="largest allowed relative difference from the reference's loss when the replicas change, and in the next "
+        f"{SOON - 1} iterations (in these {ROUGH} times X, if the model is bf16, fp16 or fp8); default: {TOLERANCE:g}",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="page (default: DIR/report.html); PNGs go next to it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="page (default: DIR/report.html); PNGs: same folder")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the recoveries in the Chrome trace format, and no page"
     )
@@ -135,7 +135,7 @@ def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
 
 
 def _is_rough(events: Sequence[Event]) -> bool:
-    """Return whether the model computes in 16 bits or fewer, by the event ``start``: its field ``bits``, or flags."""
+    """Return whether the model computes in 16 bits or fewer, from field ``bits`` or ``argv`` of the event ``start``."""
     start = next((event for event in events if event["event"] == "start"), {})
     flags = [str(word).startswith(("--bf16", "--fp16", "--fp8", "--fp4")) for word in start.get("argv") or ()]
     return bool(start.get("bits", 16 if any(flags) else 32) < 32)
@@ -232,7 +232,7 @@ def pictures(report: Report, out: Path) -> dict[str, Path]:
     with_reference = comparison is not None and bool(comparison.losses)
     wanted: list[tuple[str, str, Callable[[Sequence[Any]], None], list[float]]] = [
         ("Loss", "loss", loss, [3.8, 1.6] if with_reference else [4.2]),
-        ("Replicas, and the microbatches each counted", "replicas", replicas, [1.3, 2.7]),
+        ("Replicas and their microbatches", "replicas", replicas, [1.3, 2.7]),
         ("Throughput", "throughput", lambda axes: plot.draw_throughput(axes[0], steps), [3.0]),
     ]
     timed = [recovery for recovery in report.history.recoveries if recovery.seconds]

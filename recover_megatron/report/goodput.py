@@ -26,9 +26,9 @@ USES = {
     "waiting": "waiting",
     "outside": "outside committed iterations",
 }
-"""Use of time (also a CSS class of the page) -> text for the reader, in the order of the layers from the bottom."""
+"""Use of time (also a CSS class of the page) -> text for the reader, in the picture's order from bottom to top."""
 RECENT = 20
-"""Number of iterations before a recovery whose median time is the expected time of an iteration without a recovery."""
+"""Number of last iterations without a recovery; their median time is the expected time of the next iteration."""
 _POINTS = 400
 _HEIGHT = 160
 
@@ -53,7 +53,7 @@ def accounts(
 ) -> list[Account]:
     """Return an account for each committed iteration and for the run's end; the events must be in time order.
 
-    Empty if a step has no time, if steps before the first are missing, or if no ``start`` event names replicas.
+    Return [] if a step has no time, if steps before the first are missing, or if no ``start`` event names replicas.
     """
     starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
     timed = [(step.time, step) for step in steps if step.time is not None]
@@ -69,7 +69,7 @@ def accounts(
     at, found = launched[0], []
     for time, step in sorted(timed, key=lambda pair: pair[0]):
         if time <= at:
-            continue  # the step ended before the start, or the workers' clocks differ
+            continue  # the step ended before the run's start, or the workers' clocks differ
         began = max(at, time - step.seconds)
         full = len(starts[bisect_right(launched, time) - 1]["replicas"])
         cost = costs.get((step.iteration, step.epoch))
@@ -159,5 +159,5 @@ def in_words(found: Sequence[Account]) -> str:
     middle = found[len(found) // 2]
     return (
         f"Use of the {since(passed, passed)} since the start, as shares of the elapsed time: "
-        f"at the end {uses}; work was {middle.shares['work']:.1%} in the middle"
+        f"at the end {uses}; until the middle iteration work was {middle.shares['work']:.1%}"
     )

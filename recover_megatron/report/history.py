@@ -212,7 +212,7 @@ def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, flo
 
 
 def _strike(fault: Event, chaos: Sequence[Event]) -> Event | None:
-    """Return the injected fault that caused ``fault``: the worker's last one before it; None if there is none."""
+    """Return the last fault that was injected into the worker of ``fault`` before ``fault``; None if there is none."""
     strikes = [event for event in chaos if event["event"] == "strike" and event["worker"] == fault["worker"]]
     return next((event for event in reversed(strikes) if event["time"] <= fault["time"]), None)
 

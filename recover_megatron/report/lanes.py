@@ -1,7 +1,7 @@
-"""Timelines of a run: the role of each worker over time, as an SVG for the page; the recoveries as a Chrome trace.
+"""Pictures of a run over time: the role of each worker, as an SVG for the page; the recoveries as a Chrome trace.
 
-The SVG, by ``svg``, shows the last launch.  It has a lane for each worker, whose colours show the worker's role
-(``stretches``).  Marks are lines across all lanes (recoveries, rollbacks) or ticks below the lanes (snapshots).
+The SVG, by ``svg``, shows the last launch.  It has a lane for each worker.  The colours in a lane show the worker's
+roles (``stretches``).  Marks are lines across all lanes (recoveries, rollbacks) or ticks below the lanes (snapshots).
 Colours are CSS classes of the page, so that they follow the reader's light or dark mode.
 
 The Chrome trace, by ``trace``, is for ``recover-report --trace FILE``.  It has these lanes:
@@ -94,7 +94,7 @@ def _unit(of: float) -> int:
 
 
 MOST = 128
-"""Largest number of lanes; of more workers, those that had another role than "training" are preferred."""
+"""Largest number of lanes; if there are more workers, workers with other roles than "training" are preferred."""
 MOST_TICKS = 300
 """Largest number of snapshots that are drawn; if there are more, only every n-th is drawn."""
 KINDS = {
@@ -139,7 +139,7 @@ class Mark:
 
 
 def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until: float = 0.0) -> list[Stretch]:
-    """Return the roles of each worker of the last launch, up to the last event or, if this is later, to ``until``.
+    """Return the roles of each worker in the last launch, up to the last event or ``until``, whichever is later.
 
     The events must be in time order.  ``until``: unix seconds.
     """
@@ -175,7 +175,7 @@ class _Workers:
                 self._set_role(worker, kind, event["time"])
         elif event["worker"] in self._now:
             finishes = event["event"] == "left" and self._now[event["worker"]][0] == "training"
-            if not finishes:  # a worker that leaves from its place has finished the run, and stays "training"
+            if not finishes:  # a "training" worker that leaves has finished the run, and keeps this role
                 self._set_role(event["worker"], _CHANGES[event["event"]], event["time"])
 
     def until(self, end: float) -> list[Stretch]:
@@ -184,7 +184,7 @@ class _Workers:
         return sorted([*self._past, *last], key=lambda s: (s.worker, s.begin))
 
     def _by_plan(self, plan: Event) -> dict[int, str]:
-        """Return worker -> role after ``plan``; a worker that it does not name is set aside, has left, or is gone."""
+        """Return worker -> role after ``plan``; a worker that is not in ``plan`` is set aside, has left, or is gone."""
         kinds = {worker: kind if kind in ("aside", "left") else "gone" for worker, (kind, _) in self._now.items()}
         for worker in map(int, plan.get("spares", ())):
             if kinds.get(worker) != "left":

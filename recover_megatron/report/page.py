@@ -1,4 +1,4 @@
-"""Report of a run as one self-contained HTML page: the verdict first, then pictures, then tables.
+"""Report of a run as one self-contained HTML page: results of the checks, then pictures, then tables.
 
 This module computes the values for the template ``page.html``, which escapes them.
 """
@@ -27,7 +27,7 @@ from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
 MOST = 30
-"""Largest number of losses for which iterations are shown; losses with longer recoveries are preferred."""
+"""Largest number of checkpoints, and of losses of workers (those with the longest recoveries), that tables show."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Table:
 def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) -> Table | None:
     """Return a table of the microbatches that each replica counted in iterations with a loss of workers.
 
-    The iterations before and after a loss are shown, too: a comparison shows the microbatches that moved to other
-    replicas.  None if there are no such iterations.
+    The iterations before and after a loss are shown, too, so that the reader sees the microbatches that moved to
+    other replicas.  None if there are no such iterations.
     """
     known = {step.iteration: step for step in steps}
     losses = [r for r in recoveries if r.iteration is not None and r.lost_workers]
@@ -106,7 +106,7 @@ class Report:
 
 
 def page(report: Report, pictures: Mapping[str, Path]) -> str:
-    """Return the HTML text of the page.  ``pictures``: title -> PNG file, in the order of the page.  Raises OSError."""
+    """Return the HTML text of the page.  ``pictures``: title -> PNG file, in display order.  Raises OSError."""
     lost = [worker for worker in report.run.workers if worker.get("state") != "finished"]
     found = stretches(report.events, report.coordinators, max((s.time or 0.0 for s in report.run.steps), default=0.0))
     moments = marks(report.history, report.events)
@@ -145,7 +145,7 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
 
 
 def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
-    """Return marks for the workers' lanes: recoveries, rollbacks, snapshots in memory.  ``events``: of the workers."""
+    """Return marks for the lanes: recoveries, rollbacks, snapshots in memory.  ``events``: events of the workers."""
     recoveries = [
         Mark(r.time, f"iteration {_maybe(r.iteration)}: {'; '.join(r.causes) or 'a change'}; {_ms(r.total)}")
         for r in past.recoveries
@@ -174,7 +174,7 @@ def alternative_texts(report: Report) -> defaultdict[str, str]:
         span = f"iterations {steps[0].iteration} to {steps[-1].iteration}"
         if losses:
             words["Loss"] = f"from {losses[0]:.4g} to {losses[-1]:.4g} over {span}"
-        words["Replicas, and the microbatches each counted"] = f"{_alive(report)} replicas over {span}"
+        words["Replicas and their microbatches"] = f"{_alive(report)} replicas over {span}"
         rates = [f"{level.samples_per_second:,.1f} with {_replicas(level.replicas)}" for level in levels(steps)]
         words["Throughput"] = f"samples per second, medians: {'; '.join(rates)}"
     times = [r.total for r in report.history.recoveries if r.total > 0]
@@ -187,7 +187,7 @@ def alternative_texts(report: Report) -> defaultdict[str, str]:
 
 
 def _verdicts(report: Report) -> list[tuple[str, str, str]]:
-    """Return the verdicts about audit, end and damaged files, each as (CSS class, heading, sentence)."""
+    """Return statements about the audit, the run's end and damaged files, each as (CSS class, heading, sentence)."""
     steps = report.run.steps
     if (missing := report.violations) and not failed(missing):
         bars = [("open", "AUDIT INCOMPLETE", in_short(missing))]

@@ -39,7 +39,7 @@ NO_PLOT = "none: matplotlib is not installed: pip install 'recover-megatron[plot
 def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[float]) -> bool:
     """Save a picture to ``path``; return False if matplotlib is missing.
 
-    ``heights``: heights, in inches, of the axes below each other, into which ``draw`` draws.
+    ``draw``: called with axes that are stacked vertically.  ``heights``: their heights in inches, from the top.
     """
     try:
         matplotlib = importlib.import_module("matplotlib")

@@ -96,7 +96,7 @@ class RecordedRun:
 
 
 def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
-    """Return the first and the last iteration of the last launch; the last iteration is 0 if there is no ``end``."""
+    """Return the first and last iteration of the last launch; the last iteration is 0 if there is no event ``end``."""
     begun, ended = 1, 0
     for event in workers:
         if event["event"] == "start":
@@ -144,7 +144,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
         steps = list(read_steps(folder / STEPS_FILE, after_spoiled))
     except FileNotFoundError:
         raise NotARun(
-            f"{folder} has no {STEPS_FILE}: no iteration was committed, or the run was without --recover"
+            f"{folder} has no {STEPS_FILE}: no iteration was committed, or the run did not use --recover"
         ) from None
     spoiled: list[str] = []
     if corpus is not None and _json(corpus, dict, spoiled) is None:
@@ -192,11 +192,11 @@ def _evaluations(folder: Path) -> dict[str, dict[int, float]]:
 GROWN = 1e-2
 """Largest relative difference of the loss from the reference that accumulated rounding can explain."""
 TOLERANCE = 1e-4
-"""Limit of this difference in ``SOON`` iterations after a change of the replicas, if the losses were equal before."""
+"""Like ``GROWN``, but for the ``SOON`` iterations after a change of the replicas, if the losses were equal before."""
 SOON = 10
 """Number of iterations for which ``TOLERANCE`` applies, including the iteration with the change."""
 ROUGH = 10
-"""Factor of ``TOLERANCE`` in all but the first of the ``SOON`` iterations, if the model computes in 16 bits or less."""
+"""Factor for ``TOLERANCE`` after the first of the ``SOON`` iterations, if the model computes in 16 bits or fewer."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def compare(
 ) -> Comparison:
     """Compare two runs over their common iterations.
 
-    ``tolerance``: largest relative difference of the loss soon after a change of the replicas (see ``TOLERANCE``).
+    ``tolerance``: allowed relative difference of the loss soon after a change of the replicas (see ``TOLERANCE``).
     ``rough``: True if the model computes in 16 bits or fewer.
     """
     pairs = _pairs(run, reference)
@@ -306,9 +306,9 @@ def _limits(
 ) -> dict[int, float]:
     """Return iteration -> largest relative difference of the loss that rounding explains.
 
-    ``off``: iteration -> difference.  The limit is ``GROWN``, except for ``SOON`` iterations after a change of the
-    replicas in one of the runs.  In these, the limit is ten times the largest recent difference before the change, but
-    at least ``tolerance`` in the first of these iterations, and ``later`` times ``tolerance`` in the next ones.
+    ``off``: iteration -> difference of the loss.  The limit is ``GROWN``, except in the ``SOON`` iterations after a
+    change of the epoch in one of the runs.  In these iterations, the limit is ten times the largest recent difference
+    before the change, but at least ``tolerance`` in the first, and ``later`` times ``tolerance`` in the others.
     """
     limits: dict[int, float] = {}
     recent: deque[float] = deque(maxlen=SOON)

@@ -15,7 +15,7 @@ from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.run_log.steps import NOT_SHOWN, StepRecord, samples_per_microbatch
 
 _LAST = 10
-"""Number of iterations, the last ones, over which the summary averages the noisy training loss."""
+"""Number of last iterations over which the summary averages the noisy training loss."""
 
 _CHANGES = 8
 """Largest number of changes of the replicas, and of damaged lines, that the summary lists."""
@@ -145,8 +145,8 @@ def in_short(violations: Sequence[str]) -> str:
 def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
     """Return (iteration, samples per second) for each iteration whose number of samples is known.
 
-    The number is the increase of ``consumed_samples``.  For the first iteration, and for an iteration after a gap, it
-    is computed from the number of microbatches.
+    The number of samples is the increase of ``consumed_samples``.  For the first iteration, and for an iteration after
+    a gap, it is computed from the number of microbatches.
     """
     usual = samples_per_microbatch(steps)
     found = []
@@ -177,8 +177,8 @@ class Level:
 def levels(steps: Sequence[StepRecord]) -> list[Level]:
     """Return the throughput for each number of replicas, the largest number first.
 
-    Iterations in which the epoch or the number changed are left out, because their time includes a recovery.  The first
-    iteration is left out as a warm-up, unless it is the only one.
+    Iterations in which the epoch or the number of replicas changed are left out, because their time includes a
+    recovery.  The first iteration is left out as a warm-up, unless it is the only one.
     """
     rate = dict(rates(steps))
     groups: dict[int, list[StepRecord]] = {}

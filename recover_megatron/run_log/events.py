@@ -70,7 +70,7 @@ class EventsFile:
 
 
 def line_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in ``line``, or after its last NUL byte; None if it contains no JSON object."""
+    """Return the JSON object in ``line`` (or in the part after the last NUL byte); None if there is none."""
     try:
         value = json.loads(line[line.rfind(b"\0") + 1 :])
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def read_events(path: Path, spoiled: list[str] | None = None) -> Iterator[Event]
 
 
 def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[list[Event], list[Event], list[Event]]:
-    """Return the events in a run's log folder: those of the workers, the coordinators and chaos, each sorted by time.
+    """Return the events of the workers, the coordinators and chaos in a run's log folder: three lists sorted by time.
 
     Adds the field ``file``, the file's name, to the events of coordinators. ``spoiled``: as in ``read_events``.
     """
@@ -143,7 +143,8 @@ class Lines:
     def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
         """Return whether the file was replaced or truncated since the last call, and the JSON objects of new lines.
 
-        If it was, all its lines are new. ``upto``: cut each line off before this text, and close the JSON object there.
+        The first value is true at the first call, too. Whenever it is true, all lines are new. ``upto``: cut each line
+        off before this text, and close the JSON object there.
         """
         try:
             with open(self._path, "rb") as file:

@@ -1,4 +1,4 @@
-"""steps.jsonl: one line per iteration, the audit of the invariant.
+"""steps.jsonl: one line per iteration, by which the invariant is checked.
 
     {"iteration": 7, "loss": 3.0481903553009033, "grad_norm": 1.37, "consumed_samples": 224, "epoch": 0, "replicas": 4,
      "seconds": 0.31, "time": 1700000000.123, "micro_batch_size": 4,
@@ -43,7 +43,7 @@ class StepRecord:
     epoch: int
     """Epoch (generation of the membership) in which the iteration was committed."""
     replicas: int
-    """Number of replicas that counted microbatches."""
+    """Number of replicas in ``microbatches``."""
     seconds: float
     """Duration of the iteration, from its start to the end of its optimizer step."""
     microbatches: Mapping[int, list[int]]
@@ -138,12 +138,13 @@ class StepsFile:
         may_write: Callable[[], bool] = lambda: True,
         since_epoch: int | None = None,
     ) -> None:
-        """Continue the file ``path`` with the line of ``first_iteration``; None: after the last line of a lost writer.
+        """Continue the file ``path`` with the line of ``first_iteration`` or, if None, after a lost writer's last line.
 
         ``since_epoch``: epoch in which the run rolled back without a restart. If the last line has this epoch or a
         later one, another writer has continued the file since the rollback, and all lines are kept.
 
-        ``may_write``: called before each line, in the writer's thread, where it may wait; False drops the line.
+        ``may_write``: called before each line, in the writer's thread, where it may wait; if it returns False, the line
+        is dropped.
 
         Lines of ``first_iteration`` or later iterations are superseded, because this run resumed from a checkpoint or
         started again. Then the old file is kept as path.1, path.2, ..., and the new file begins with the valid lines.
@@ -200,7 +201,7 @@ class StepsFile:
         except OSError:
             os.close(descriptor)
             raise
-        self._first = None  # if the file is opened again, its lines are of this run
+        self._first = None  # if the file is opened again, all its lines belong to this run
         return descriptor
 
     def _has_gone_back(self, descriptor: int) -> bool:
@@ -230,9 +231,9 @@ def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
 
 
 def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list[str]:
-    """Return all violations of the invariant in ``steps``, one sentence each, in order; empty: there are none.
+    """Return all violations of the invariant in ``steps``, one sentence each, in the order of iterations.
 
-    A missing iteration is a violation, too. ``expected``: number of microbatches of every iteration; None: it is
+    A missing iteration is a violation, too. ``expected``: number of microbatches of every iteration; if None,
     computed from the samples that the iteration consumed, and for the first step from the step's ids.
     """
     return list(_violations(steps, expected))
@@ -267,7 +268,7 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
 
 
 def not_shown(first: int, last: int | None) -> str:
-    """Return the sentence that the lines of iterations ``first`` to ``last`` are missing; None: last one unknown."""
+    """Return the sentence that the lines of iterations ``first`` to ``last`` (None if unknown) are missing."""
     if last is None:
         which = f"iterations after {first - 1} are"
     else:

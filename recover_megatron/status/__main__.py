@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="recover-status",
         description="Show a live view of a running job, from its coordinator. A view changes nothing in the run. "
-        "drain NODE makes the workers of a node leave the run in order, so that the node can be switched off.",
+        "drain NODE makes the workers of a node leave the run, so that the node can be switched off.",
         epilog="The job's secret: DIR/secret, if the launch generated one; else from the environment, "
         f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/monitoring.md describes where to "
         "find the address and the secret of a launch.",
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         default=os.environ.get(COORDINATOR_VARIABLE),
         metavar="DIR|HOST:PORT[,HOST:PORT...]",
-        help=f"the candidate coordinators, or the launch's --log-dir (default: {COORDINATOR_VARIABLE})",
+        help=f"addresses of the candidate coordinators, or the launch's --log-dir (default: {COORDINATOR_VARIABLE})",
     )
     parser.add_argument(
         "drain",
@@ -84,8 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--coordinators",
         action="store_true",
-        help="print the addresses of all candidates that the folder names, in the format of recover-run --join "
-        "(--recover-coordinator), without asking a coordinator, and exit",
+        help="print the addresses of all candidates in the log folder DIR, in the format of recover-run --join "
+        "(--recover-coordinator), and exit; no coordinator is asked",
     )
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between views (default: 1)")
     parser.add_argument("--secret-file", type=Path, metavar="PATH", help="file with the job's secret; mode 0600")
@@ -175,7 +175,7 @@ def _print_no_more() -> None:
 def _refuse(reason: str, code: int, *, check: bool = False) -> int:
     """Print ``reason`` as an error; return the exit status ``code``.
 
-    ``check``: print it to stdout instead, and return ``Level.UNKNOWN``, as monitoring expects.
+    ``check``: True to print ``reason`` to stdout instead, and return ``Level.UNKNOWN``, as monitoring expects.
     """
     if check:
         print(f"UNKNOWN: {reason}")

@@ -47,7 +47,7 @@ INTERVAL = 2.0
 ANSWER_SECONDS = 2.0
 SECONDS = 30.0
 LAST_SECONDS = 3.0
-"""Seconds for which the exporter waits after the end of the launch until the command has received all events."""
+"""Seconds that the exporter waits at most, after the end of the launch, until the command has received all events."""
 MOST = 1000
 UNTOLD = (
     "commit", "attached", "join", "spawned", "witness", "complaint", "listening", "unproved_closed",
@@ -56,7 +56,7 @@ UNTOLD = (
 
 
 class EventHook:
-    """Calls the user's command for queued events, in a thread.  ``say`` logs a fault; several threads call it."""
+    """Calls the user's command for queued events, in a thread.  ``say``: thread-safe function that logs a fault."""
 
     def __init__(self, command: str, say: Callable[[str], None], seconds: float = SECONDS) -> None:
         """``command``: split into words like a shell command, but run without a shell.  Raises ValueError if empty."""
@@ -85,7 +85,7 @@ class EventHook:
             self._full = True
 
     def close(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the command was called for all queued events.  ``put`` must not follow."""
+        """Wait at most ``seconds`` until the command was called for all queued events.  Do not call ``put`` later."""
         with suppress(queue.Full):
             self._events.put_nowait(None)
         self._thread.join(seconds)
@@ -150,7 +150,7 @@ class Exporter:
                 log.warning(f"--recover-metrics {where}:{port}: no metrics are served ({error.strerror or error})")
 
     def look(self, *, last: bool = False) -> None:
-        """Export the status once.  ``last``: the launch has ended, so read its end from the log folder or the pipe."""
+        """Export the status once.  ``last``: True after the launch's end, which is read from log folder or pipe."""
         status = self._status(last)
         self._history.read()
         if status is not None:

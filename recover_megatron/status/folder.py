@@ -89,13 +89,13 @@ def last_written(folder: Path) -> str:
 def may_go_on(folder: Path) -> bool:
     """Return whether the run may continue although a candidate has recorded an end.
 
-    The run may continue if that end is of one side of a partition (exit code 11), and another candidate has no end."""
+    It may continue if all recorded ends are of one side of a partition (exit code 11), and a candidate has none."""
     ends = [next((r["code"] for r in launch if r["event"] == "stop"), None) for launch in _launches(folder)]
     return set(ends) == {None, EXIT_LOST_MAJORITY}
 
 
 def _launcher_ended(folder: Path) -> RunStatus | None:
-    """Return the end that the launcher recorded in ``launch.lock``; None if it still runs, or the run has more nodes.
+    """Return the end that the launcher recorded in ``launch.lock``; None if it still runs, or there are several nodes.
 
     In a run of several nodes, the launchers of the other nodes may continue.
     """
@@ -186,7 +186,7 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
 REPEATED = ("lead", "plan")
 """Events that a coordinator writes a second time if its file was truncated or replaced."""
 RECENT = 20
-"""Number of iterations, the last ones, over which iteration time and throughput are averaged."""
+"""Number of last iterations over which iteration time and throughput are averaged."""
 Record = Mapping[str, Any]
 
 
@@ -302,8 +302,8 @@ class History:
     def now(self, age: float | None) -> float:
         """Return the present time by the workers' clock, in unix seconds.
 
-        It is ``age`` seconds after the newest step or event.  If the steps have no time (written by an older version),
-        return the time by this host's clock, which may differ by hours.
+        This is the time of the newest step or event, plus ``age`` seconds.  If the steps have no time (an older version
+        has written them), return the time by this host's clock, which may differ by hours.
         """
         return time.time() if self._step_time is None else max(self._step_time, self._event_time) + (age or 0.0)
 

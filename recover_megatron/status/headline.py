@@ -27,9 +27,9 @@ HELD_UP_ITERATIONS = 5
 QUIET_SECONDS = 3.0
 """Seconds without a message after which a worker counts as silent; usually a worker sends a heartbeat every second."""
 DESCRIBED = 3
-"""Largest number of awaited workers that are described with host and phase; of more workers, only ids are listed."""
+"""Largest number of awaited workers that are described with host and phase; if there are more, only ids are listed."""
 WRITES = ("checkpoint", "rollback")
-"""Phases that may take long, so that a worker in such a phase is not stalled."""
+"""Phases that may take long, so that a worker in such a phase does not count as stalled."""
 
 
 class Level(IntEnum):
@@ -74,7 +74,7 @@ def headline(status: RunStatus) -> Headline:
 
 
 def _by_workers(status: RunStatus) -> Headline:
-    """Return the headline of a run whose plans name no replicas (the library's API): it compares numbers of workers."""
+    """Return the headline of a run whose plans name no replicas (the library's API), from numbers of workers."""
     left = sum(gone.fate == "left" for gone in status.gone)
     if status.live + left < (of := status.workers_of_launch or 0):
         return Headline("DEGRADED", f"DEGRADED {status.live}/{of} workers", Level.WARNING)
@@ -90,7 +90,7 @@ def _passing(status: RunStatus) -> str:
 
 
 def held_up_by(status: RunStatus) -> WorkerStatus | None:
-    """Return the worker for which other workers have waited too long; of several, the one without progress longest.
+    """Return the worker without progress for the longest time, if other workers have waited for it too long.
 
     None if there is no such worker.
     """

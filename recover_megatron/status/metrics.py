@@ -121,7 +121,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     ]
     if training is not None or (status.epoch and status.iteration):
         iteration = status.iteration if training is None else training.iteration
-        rows.append(("recover_iteration", "Last committed iteration, or the one under way.", iteration))
+        rows.append(("recover_iteration", "Last committed iteration, or else the one under way.", iteration))
     if training is None:
         rows.append(("recover_loss", "Loss of the last iteration.", status.loss))
     else:
@@ -143,7 +143,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
 
 
 def _by_cause(name: str, text: str, causes: Iterable[str], counted: Iterable[str]) -> Metric:
-    """Return a counter with a value for every cause, also 0: Prometheus ignores an increase to a first value."""
+    """Return a counter with a sample for every cause, also for 0: Prometheus counts no increase to a first sample."""
     counts = Counter(counted)
     family = CounterMetricFamily(name, text, labels=["cause"])
     for cause in causes:

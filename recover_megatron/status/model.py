@@ -24,7 +24,7 @@ SCHEMA = 2
 """Version of the JSON of ``--json``; increased when a field is removed or gets another meaning."""
 
 CAUSES = ("killed", "exit", "hang", "silent", "unreachable", "ended")
-"""Causes of a worker's loss.  If workers of a recovery have different causes, the first in this order is reported."""
+"""Causes of a worker's loss.  If the workers lost in a recovery have several causes, the first in this list counts."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Gone:
 
     @property
     def cause(self) -> str:
-        """The cause for metrics, one of ``CAUSES``; "ended" if it is unknown."""
+        """Cause of the worker's loss for metrics, one of ``CAUSES``; "ended" if it is unknown."""
         if self.fate == "out":
             silent = "silent" in self.why or "acknowledged" in self.why
             return "hang" if "no progress" in self.why else "silent" if silent else "unreachable"
@@ -109,7 +109,7 @@ class RecoveryStatus:
 
 @dataclass(frozen=True)
 class Stall:
-    """Wait of the run for late workers, which are not evicted: too many are late, or they may wait for storage."""
+    """Wait of the run for late workers.  They are not evicted, since too many are late, or may wait for storage."""
 
     seconds: float
     """Seconds since the wait began."""
@@ -147,12 +147,12 @@ class Training:
     """Mean time of the last ``folder.RECENT`` iterations, including the time of recoveries."""
     samples_per_second: float | None
     tflops_per_gpu: float | None
-    """TFLOP/s per worker at launch, by Megatron's formula."""
+    """TFLOP/s by Megatron's formula, divided by the number of workers at launch."""
     eta_seconds: float | None
     goodput: float | None
-    """Share of the workers' time since the training began that went into committed iterations, 0 to 1.
+    """Time in committed iterations, without recoveries, as a share of the time since the start of training: 0 to 1.
 
-    The workers' time is the elapsed time, for all replicas of the launch.
+    The time of an iteration with half of the launch's replicas counts half.
     """
     checkpoint: int | None
     """Iteration of the last checkpoint of this launch."""
@@ -196,7 +196,7 @@ class RunStatus:
     faults: Sequence[Fault] = ()
     recoveries: Sequence[RecoveryStatus] = ()
     hidden: int = 0
-    """Number of live workers that the coordinator's view leaves out, since the message has a largest size."""
+    """Number of live workers that the coordinator's view leaves out, since the size of the message is limited."""
     awaited: Sequence[int] = ()
     """Ids of the members that have not joined the open rendezvous yet; empty if none is open."""
     stall: Stall | None = None
@@ -216,7 +216,7 @@ class RunStatus:
 
     @property
     def between(self) -> float | None:
-        """Seconds since the start or the recovery that is under way began; None if neither is, or it is unknown."""
+        """Seconds since the beginning of the start or recovery under way; None if none is under way, or if unknown."""
         if self.state not in ("standby", "gathering", "rendezvous"):
             return None
         if not self.epoch:
@@ -239,7 +239,7 @@ class RunStatus:
 
     @property
     def lost(self) -> list[Gone]:
-        """Workers that died or were evicted; without workers that left in order, are set aside, or were stopped."""
+        """Workers that died or were evicted; without workers that left normally, are set aside, or were stopped."""
         return [gone for gone in self.gone if gone.fate not in ("left", "aside", "stopped")]
 
     @property
@@ -262,7 +262,7 @@ class RunStatus:
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
         """Return this status with data of the log folder; ``processes``: worker id -> entry of workers.json.
 
-        If the log folder has a newer iteration than the workers' last heartbeats, ``iteration`` is this one.
+        The returned ``iteration`` is the newer one of the log folder and the workers' last heartbeats.
         """
         started = [entry["started"] for entry in processes.values() if entry.get("started") is not None]
         return replace(

@@ -1,6 +1,7 @@
 """Display of a ``RunStatus`` on a terminal: ``render`` creates a rich renderable, ``follow`` shows the live view.
 
-``render`` is pure; data of members is ``Text``, never markup.  The live view asks for a status in each interval:
+``render`` is pure.  It shows data from members as ``Text``, never as markup.  In each interval, the live view asks
+for a status:
 
 status       show it
 no answer    show the last status with the error; after ``patience`` seconds, raise ``NoAnswer``
@@ -42,13 +43,13 @@ ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", 
 """Names of the columns that describe a worker."""
 NUMBERS = frozenset("replica quota position worker iteration microbatch workers epoch GPU pid".split())
 """Names of the columns with numbers."""
-_TERM_COUNTER = 32  # number of a term's low bits, which are not shown: they only make the term unique
+_TERM_COUNTER = 32  # number of low bits of a term that are not shown, since they only make the term unique
 
 
 def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> RenderableType:
     """Return the complete view.
 
-    ``lines``: largest height (None: any).  ``complaint``: why there is no newer status, "" if this is the newest.
+    ``lines``: largest height in lines; None: no limit.  ``complaint``: reason why ``status`` is not new, or "".
     """
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
@@ -127,7 +128,7 @@ def _pace(training: Training, ended: bool) -> Text:
 
 
 def _care(status: RunStatus, training: Training) -> Text:
-    """Return the row with the cost of losses so far, and the last checkpoint."""
+    """Return the row with goodput, recoveries and the last checkpoint."""
     parts = [] if training.goodput is None else [("goodput ", f"{100 * training.goodput:.0f} %")]
     parts.append(("recoveries ", f"{training.recoveries} ({training.microbatches_rerun} microbatches run again)"))
     if training.checkpoint is not None:
@@ -274,7 +275,7 @@ def _newest[T](entries: Sequence[T], lines: int | None) -> list[T]:
 
 
 def _lines_of(status: RunStatus) -> int:
-    """Return the most lines that all tables except the grid may take."""
+    """Return the largest number of lines that all tables except the grid need."""
     lists = [(status.spares, 9), (status.drains, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
     return sum(min(len(entries), most) + 4 for entries, most in lists if entries)
 
@@ -292,7 +293,7 @@ PIPE_COLUMNS = 160
 
 
 class _Console(Console):
-    """Console that raises ``BrokenPipeError`` if its pipe is closed (``| head``), where rich would exit with code 1."""
+    """Console that raises ``BrokenPipeError`` if its pipe is closed (``| head``); rich would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -312,7 +313,7 @@ def show_once(status: RunStatus) -> None:
 def follow(source: Source, interval: float, patience: float) -> None:
     """Show a view every ``interval`` seconds until the run ends; without a terminal, print the views one by one.
 
-    Raises ``NoAnswer`` or ``AuthenticationError`` if the first view fails, or all for ``patience`` seconds.
+    Raises ``NoAnswer`` or ``AuthenticationError`` if the first view fails, or all views of ``patience`` seconds fail.
     """
     console = _console()
     last: RunStatus | None = None

@@ -50,7 +50,7 @@ class Watch:
         seconds: list[RunStatus] = []
         complaints: list[NoAnswer] = []
         refusals: list[AuthenticationError] = []
-        again = self._observer is not None  # an old connection may be closed although the candidate lives: ask it twice
+        again = self._observer is not None  # the candidate may live although its old connection is closed: ask again
         for _ in range(len(self._addresses) + again):
             try:
                 status = self._ask(drain)

@@ -14,9 +14,9 @@ group through the stage's second chunk, and so on; then comes the next group.  T
 other groups, but no group may be smaller than ``stages``:
 
     8 microbatches on 4 stages in groups of 4:   4, 4
-    9 microbatches                          4:   4, 4, 1   refused: the last group is too small
-                                            5:   5, 4
-    7 microbatches                          7:   7         a single group of all microbatches is always valid
+    9 microbatches             in groups of 4:   4, 4, 1   refused: the last group is too small
+                               in groups of 5:   5, 4
+    7 microbatches             in groups of 7:   7         a single group of all microbatches is always valid
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Failure domains: workers that may be lost at once, the placement of copies, and the cost of losing a node.
+"""Failure domains: workers that may be lost together, the placement of copies, and the cost of losing a node.
 
-A domain is hardware that fails at once: a node, the nodes of a rack, or the nodes behind a switch.  A worker is in
+A domain is hardware that fails together: a node, the nodes of a rack, or the nodes behind a switch.  A worker is in
 several, nested domains.  A replica *touches* every domain that contains any of its workers, and breaks if one of these
 domains is lost.
 
-    ring, two replicas a node     r0 (a)   r1 (a)   r2 (b)   r3 (b)
+    ring, two replicas per node   r0 (a)   r1 (a)   r2 (b)   r3 (b)
     stride 1                      r1 has the copy of r0's shards: if node a is lost, both are lost
-    stride 2                      r2 has the copy of r0's shards, r3 of r1's: no single node has both copies of a shard
+    stride 2                      r2 has the copy of r0's shards, r3 the copy of r1's: losing one node leaves a copy
 
 ``domain_losses`` computes the cost of losing each domain before the launch, from sizes and names alone.  ``drain``
 decides which nodes the run can do without.
@@ -26,13 +26,13 @@ Touched = Mapping[int, frozenset[str]]
 """Worker -> the domains that its replica touches."""
 
 _MOST_STRIDES = 64
-"""All strides up to this number are tried, and a few larger strides that lead out of a domain of neighbours."""
+"""All strides up to this number are tried, but only a few larger ones, such as the length of a domain in the ring."""
 
 
 def names(node: str, domain: str, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of a worker's domains: its node; then the user's domains or, if none is given, SLURM's switches.
 
-    Each name starts with the kind of domain.  ``domain``: the user's names, separated by commas; empty: none given.
+    Each name starts with the kind of domain.  ``domain``: the user's names, separated by commas; may be empty.
     With a topology plugin, SLURM sets ``SLURM_TOPOLOGY_ADDR`` to the path to the node, for example "s0.s4.tux3", and
     ``SLURM_TOPOLOGY_ADDR_PATTERN`` to the kinds on that path, "switch.switch.node" (srun manual, "OUTPUT ENVIRONMENT
     VARIABLES").
@@ -161,7 +161,10 @@ def replicas_of(
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a training that determine the cost of a loss; ``tensor``, ``context``, ``pipeline``: group sizes."""
+    """Settings of a training that determine the cost of losing a domain.
+
+    ``tensor``, ``context``, ``pipeline``: sizes of the model-parallel groups.
+    """
 
     tensor: int = 1
     context: int = 1
@@ -177,7 +180,7 @@ class Training:
     """True if the optimizer state is spread over the replicas (``--use-distributed-optimizer``)."""
     shadows: int = 1
     instances: int = 1
-    """Number of instances of the distributed optimizer: so many workers have each shard."""
+    """Number of instances of the distributed optimizer, which is the number of workers that have each shard."""
     memory: bool = False
     """True if the run keeps snapshots of its state in the memory of other nodes (``workload.snapshots``)."""
     checkpoint: bool = False
@@ -198,15 +201,15 @@ class Loss:
     broken: int
     """Number of replicas with a worker in the domain."""
     whole: int
-    """Number of replicas that continue or, if the state is lost, roll back; 0: none."""
+    """Number of replicas that continue or, if the state is lost, roll back."""
     later: int
     """Number of replicas after the remaining workers have formed new replicas, some of them with rebuilt models."""
     lost: str
-    """Part of the state that is lost with the domain, as text; empty: no state is lost."""
+    """Part of the state that is lost with the domain, as text; empty if no state is lost."""
     back: str = ""
-    """State to which ``whole`` replicas roll back: ``SNAPSHOTS`` or ``CHECKPOINT``; empty: no rollback."""
+    """State to which the replicas counted in ``whole`` roll back: ``SNAPSHOTS`` or ``CHECKPOINT``; empty if none do."""
     waits: bool = False
-    """True if a snapshot or checkpoint exists, but too few workers remain for a replica: they wait for more workers."""
+    """True if a snapshot or checkpoint exists, but too few workers remain for a replica, so the run waits for more."""
 
 
 SNAPSHOTS, CHECKPOINT = "snapshots in memory", "the newest checkpoint"
@@ -228,7 +231,7 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
 
     A replica with a worker in the lost domain is broken, and its other workers become orphans.  The complete replicas
     continue if together they hold the complete optimizer state.  If no replica is complete, orphans form new replicas,
-    provided that an orphan with the position's complete state is left at every position.  Otherwise the state is lost,
+    provided that at every position an orphan with the position's complete state remains.  Otherwise the state is lost,
     and all remaining workers roll back to a snapshot or checkpoint, if one exists.
 
     Raises ValueError if the number of workers without the spares is no multiple of a replica's size.
@@ -298,7 +301,7 @@ def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[fro
     for positions in every:
         column = [workers[position] for position in positions for workers in replicas]
         if training.instances == 1 and len(column) in known:
-            continue  # its replicas are in the same order as in an earlier column, so the sets are the same
+            continue  # an earlier column has its replicas in the same order, and so gives the same sets
         known.add(len(column))
         found |= {frozenset(of[worker] for worker in each) for each in _holders(training, column, touched)}
     return found
@@ -358,7 +361,7 @@ def _why_not(
     fewest: int,
     shards: int,
 ) -> str:
-    """Return why the run cannot do without the ``draining`` nodes, as text; empty: it can do without them."""
+    """Return the reason why the run cannot do without the ``draining`` nodes; an empty text if it can."""
     if not replicas:
         return "no replica is complete now: ask again when the run has recovered"
     gone = leaving(replicas, nodes, draining)

@@ -3,8 +3,8 @@
 A *slot* is a place, named by the id of the worker that had it at launch: slot = replicas[replica][position].  Process
 groups, rings and ranks consist of slots, so their names stay the same when another worker takes a place.
 
-A run that may grow also has slots for further replicas.  Their numbers follow the slots of the launch; they are empty
-at first.  Values that are divided by a number of replicas (losses, gradients, sample counts) are divided by
+A run that may grow also has slots for further replicas.  These slots are numbered after the slots of the launch, and
+are empty at first.  Values that are divided by a number of replicas (losses, gradients, sample counts) are divided by
 ``launched``, the number of replicas at launch.
 """
 
@@ -86,7 +86,7 @@ class LaunchGrid:
 def launch_grid(
     world: int, *, tensor: int, context: int, pipeline: int, inner_ranks: int, pipeline_before_data: bool = False
 ) -> LaunchGrid:
-    """Return the launch grid of ``world`` workers, whose replicas are those of ``replicas_of``.
+    """Return the launch grid of ``world`` workers, with the replicas that ``replicas_of`` returns.
 
     Positions are in the order (inner rank, pp, cp, tp), tp fastest.  Raises ValueError if ``world`` is no multiple of a
     replica's size.

@@ -3,11 +3,11 @@
 The workers of a column hold the same parameters, so a live worker can take its position in any replica.  It can take
 another position after it has built that position's model and received the parameters:
 
-    orphans, spares, newcomers --assemble--> new replicas, of workers that are ready at the needed positions
-                                                                 `----> rebuild: the fewest workers change position
-                                             |   these workers are not ready until they have built the new model
-                                             v
-                                        ready at the new position --assemble--> more new replicas
+    orphans, spares, newcomers --assemble--+--> new replicas of workers that are ready at the needed positions
+                                           |
+                                           '--> rebuild: as few other workers as possible change position; each of them
+                                                is ready again after it has built the new model
+                                                  '--assemble--> more new replicas
 
 Unless ``cross_node`` is true, all workers of a tensor-parallel group must be on one node.  T workers of a node, one at
 each position of the group, are a **team**; a replica has one team of each group.  If all workers are ready and free to
@@ -15,7 +15,7 @@ change position, the live workers of the nodes allow at most
 
     (sum over nodes of live // T) // G              T workers in a team, G teams in a replica
 
-replicas.  A new replica without changes of position takes exactly G from that sum.  So a replica that is formed now
+replicas.  A new replica without changes of position lowers that sum by exactly G.  So a replica that is formed now
 does not prevent another replica later.
 
 If two live workers cannot connect to each other, but other workers can reach both, the *edge* between the two workers
@@ -59,7 +59,7 @@ class Candidate:
     """A live worker that is in no complete replica."""
 
     position: int | None
-    """Position for which this worker has built, or now builds, its model; None: it has no model yet."""
+    """Position for which this worker has built, or now builds, its model; None if it has no model yet."""
     node: str
     fixed: bool = False
     """True if this worker cannot change position now: its main thread is busy, or builds a model."""
@@ -83,7 +83,7 @@ class Placement:
 
 
 def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, spares: int = 0) -> int:
-    """Return the number of new replicas that a run may have.
+    """Return the number of new replicas that a run may form now.
 
     ``whole``: number of complete replicas; ``waiting``: number of workers without a place; ``size``: number of workers
     in a replica; ``launched``: number of replicas at launch; ``most``: greatest number of replicas.  All waiting
@@ -98,15 +98,16 @@ def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, s
 def assemble(
     whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int, most: int | None = None
 ) -> Placement:
-    """Form new replicas of ``candidates``; choose the workers that should change position for further replicas.
+    """Form new replicas from ``candidates``; choose the workers that should change position for further replicas.
 
     ``whole``: the ids of the complete replicas, which do not change.  New replicas take the lowest free ids of
-    range(``slots``).  Forms as many as possible of workers that are ready at their present position.  ``most``:
-    greatest number of new replicas, including replicas formed after a rebuild (default: the number of free ids).
+    range(``slots``).  Forms as many replicas as possible from workers that are ready at their present positions.
+    ``most``: greatest number of new replicas, including replicas formed after a rebuild (default: the number of free
+    ids).
 
     ``Placement.rebuild`` lets the remaining workers form as many replicas as possible.  It has the fewest changes of
     position, if every candidate may change position (``Candidate.movable``).  On each node, workers without a model
-    change first.  Then workers change at positions that have too many; the workers with the lowest ids stay.
+    get positions first.  Then workers leave positions that have too many workers; the workers with the lowest ids stay.
 
     Raises ValueError if a candidate's position is outside the shape, or the id of a complete replica is not in
     range(``slots``).
@@ -150,14 +151,14 @@ def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[
 
 
 def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_node: bool) -> list[Team]:
-    """Return all teams of a group, the teams to be used first; ``columns``: the ready workers at each position."""
+    """Return all teams of a group, in the order in which to use them; ``columns``: ready workers by position."""
     by_node: dict[str, list[list[int]]] = defaultdict(lambda: [[] for _ in columns])
     for index, column in enumerate(columns):
         for worker in column:
             by_node[candidates[worker].node][index].append(worker)
     teams = [team for here in by_node.values() for team in zip(*here, strict=False)]
     teams.sort(key=lambda team: (sum(candidates[worker].movable for worker in team), min(team)))
-    # A team takes one worker of every column, so teams within a node do not reduce the number of teams.
+    # Each team uses one worker of every column, so using teams within nodes first does not reduce the total number.
     if cross_node:
         used = {worker for team in teams for worker in team}
         teams += zip(*([worker for worker in column if worker not in used] for column in columns), strict=False)
@@ -220,11 +221,11 @@ def build_ahead(
     spares that are not needed now are distributed over the positions:
 
     alone    if one spare can replace one worker: a position with many workers on other nodes, and few spares, comes
-             first (workers on the spare's node do not count, because the loss of this node takes the spare too)
+             first (workers on the spare's node do not count, because the spare is lost with this node)
     teams    if a tensor-parallel group must be on one node: the spares of a node form as many complete teams as
              possible, for different groups, preferably for groups whose workers are on other nodes
     rest     the remaining spares of a node can replace only workers on the same node: they get the position with the
-             most workers on that node, less the spares there
+             most workers on that node, minus the spares there
 
     ``spares``: all live workers without a place; the ready spares that have no model get a position.  ``replicas``:
     the workers with a place, by position.  ``nodes``: worker with a place -> its node.
@@ -247,7 +248,7 @@ def build_ahead(
         for worker in workers:
             here = [position for position in positioned if positioned[position][node]]
             if not here:
-                break  # an incomplete team can replace only workers on its own node, and this node has none
+                break  # an incomplete team can replace only workers on its node, where no worker has a place
             best = min(here, key=lambda position: (covered[position, node] - positioned[position][node], position))
             found[worker] = best
             covered[best, node] += 1
@@ -257,7 +258,7 @@ def build_ahead(
 def _cover(
     group: Sequence[int], node: str, positioned: Mapping[int, Counter[str]], covered: Covered
 ) -> tuple[float, int]:
-    """Return a sort key that puts the group of positions that needs another spare most first.
+    """Return a sort key, which is lowest for the group of positions with the greatest need for another spare.
 
     This is the group with the fewest spares for its workers on nodes other than ``node``; of equal groups, the group
     with the fewest spares on ``node``, since spares of one node are lost together.
@@ -356,8 +357,8 @@ def connectable(
 def can_connect(whole: Mapping[int, Sequence[int]], placement: Placement, broken: Collection[Edge]) -> bool:
     """Return whether the new grid can start now.
 
-    Its workers, including the workers of the new replicas, can all connect to each other; no worker must build a model
-    first.
+    Its workers, including the workers of the new replicas, can all connect to each other, and no worker needs to
+    build a model first.
     """
     grid = {**whole, **placement.replicas}
     return not (placement.rebuild or inside(grid, broken) or between(grid, broken))

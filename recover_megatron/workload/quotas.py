@@ -57,7 +57,7 @@ def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit
     """Share out ``units`` so that the last replica finishes as early as possible; return replica -> units.
 
     Each replica gets no units, or at least ``fewest``.  ``load``, ``speeds``, ``unit``: as for `greedy`.  As few
-    replicas as possible get units, without delaying the time at which the last replica finishes.
+    replicas as possible get units, provided that the last replica does not finish later.
 
     Raises ValueError if ``units`` is above 0 and below ``fewest``.
     """
@@ -106,7 +106,7 @@ def greedy(
 ) -> dict[int, int]:
     """Share out ``units``, each to the replica that would finish it first; return replica -> units.
 
-    ``load``: replica -> number of microbatches that it has before; ``unit``: number of microbatches in a unit;
+    ``load``: replica -> number of microbatches that it already has; ``unit``: number of microbatches in a unit;
     ``most``: replica -> greatest number of microbatches, including ``load`` (default: no limit).  The limits must
     leave room for all units.
     """
@@ -184,9 +184,9 @@ KNOWN = 10
 """Weight of a pace from a plan: it counts as this many measurements."""
 
 _OF_MEDIAN = 1.2533
-"""Standard error of a median over the standard error of a mean, for normal noise: sqrt(pi / 2)."""
+"""Standard error of a median divided by the standard error of a mean, for normal noise: sqrt(pi / 2)."""
 _OF_DIFFERENCE = 1.0484
-"""Standard deviation of a normal variable over the median of |x - y| of two such variables: 1.4826 / sqrt(2)."""
+"""Standard deviation of a normal variable divided by the median of |x - y| of two such variables: 1.4826 / sqrt(2)."""
 
 
 class Balance:
@@ -213,7 +213,7 @@ class Balance:
         """Replica -> logarithms of its measured paces since its pace last changed."""
         self._latest: dict[int, float] = {}
         self._differences: list[float] = []
-        """Absolute differences between a replica's logarithms in consecutive iterations, of all replicas."""
+        """Absolute differences between logarithms of a replica's paces in consecutive iterations, over all replicas."""
         self.noise = NOISE
         """Relative standard deviation of one measurement."""
 
@@ -278,7 +278,7 @@ def rebalanced(
     least: int = 1,
     gain: float = GAIN,
 ) -> dict[int, int]:
-    """Return quotas closer to the optimum, which minimises max(quota * pace); ``current`` if the gain is too small.
+    """Return quotas that come closer to the minimum of max(quota * pace); ``current`` if the gain is too small.
 
     ``current``: replica -> present quota; the quotas sum to ``total``.  Each quota changes by at most a factor of
     ``STEP``, is a multiple of ``multiple_of``, and stays at least ``least`` if it was above zero.  A replica with quota

@@ -1,19 +1,19 @@
 """Shards of a state that is spread over the workers of a column (ZeRO-1), and their shadows.
 
 Megatron cuts every bucket into as many equal *shards* as a column has workers at launch; only worker i updates shard i.
-Here the *home* of a shard is the worker that now has worker i's place; if the place is empty, the shard has no home and
-is divided among all workers:
+The *home* of shard i is the worker that now has worker i's place; if the place is empty, the shard has no home and is
+divided among all workers:
     at launch, 4 workers      0: shard 0      1: shard 1      2: shard 2      3: shard 3
     worker 1 is lost          0: shard 0 +    -               2: shard 2 +    3: shard 3 +
                                  1/3 of 1                        1/3 of 1        1/3 of 1
 
 So a loss moves only one shard, and a worker that takes the empty place gathers this shard again.  If the run has grown
-and a worker is in a place that did not exist at launch, every bucket is cut again, into as many equal parts as there
-are workers, in the order of the ring.
+so that a worker is in a place that did not exist at launch, every bucket is cut again, into as many equal parts as
+there are workers, in the order of the ring.
 
-All elements that a worker *owns* are one *unit*, named by the worker.  The next workers in the ring hold *shadows* of
-the unit, and apply the same updates to them.  When the owner is lost, the first live worker with a shadow becomes the
-unit's *primary* and acts as the owner.  At the boundary before the next step the live workers get a new layout.
+All elements that a worker *owns* are one *unit*, named by the worker's id.  The next workers in the ring hold *shadows*
+of the unit, and apply the same updates to them.  When the owner is lost, the first live worker with a shadow becomes
+the unit's *primary* and acts as the owner.  At the boundary before the next step the live workers get a new layout.
 
     Layout(e) --a worker is lost---> the same units, other primaries --moves()--> Layout(e')
                                          |
@@ -46,7 +46,7 @@ class Move:
 class Layout:
     """Layout of an optimizer state: the worker that owns each shard, and the workers that hold its shadows.
 
-    ``homes``: for each shard, in Megatron's order, the worker in the shard's place; None: no worker.  ``ring``: all
+    ``homes``: for each shard, in Megatron's order, the worker in the shard's place, or None.  ``ring``: all
     workers in ring order, including workers in places that did not exist at launch.  ``shadows``: number of shadows of
     each unit; the first is on the worker ``stride`` places after the owner (``domains.stride_of``).
     """
@@ -125,8 +125,8 @@ class Layout:
 class Instances:
     """Layout with several optimizer instances: every instance has all shards, so no shadows are needed.
 
-    ``homes``: for each shard, in Megatron's order, the worker that has the shard's place in each instance; None: no
-    worker.  A unit is the number of a shard.  The first live holder of a unit is its primary.
+    ``homes``: for each shard, in Megatron's order, the worker that has the shard's place in each instance, or
+    None.  A unit is the number of a shard.  The first live holder of a unit is its primary.
     """
 
     homes: tuple[tuple[int | None, ...], ...]
@@ -166,13 +166,13 @@ AnyLayout = Layout | Instances
 def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int, stride: int = 1) -> Layout:
     """Return the layout for the workers that are live now.
 
-    ``places``: the worker in the place of each shard; None: no worker.  ``order``: the live workers in ring order.
+    ``places``: the worker in the place of each shard, or None.  ``order``: the live workers in ring order.
     """
     return Layout(tuple(places), tuple(order), shadows, stride)
 
 
 def primary(layout: AnyLayout, unit: int, live: frozenset[int]) -> int | None:
-    """Return the primary of ``unit``: its first holder that is in ``live``; None: no live worker has the unit."""
+    """Return the primary of ``unit``: its first holder that is in ``live``; None if no live worker has the unit."""
     return next((worker for worker in layout.holders(unit) if worker in live), None)
 
 

@@ -3,13 +3,13 @@
 A position's state is lost with the last worker that holds it.  If all workers that hold it are in one failure domain
 (in Megatron's default order a node has the same stage of every replica), the run needs a copy outside that domain:
 
-    domain a: position 0 of both replicas          domain b: position 1 of both
+    domain a: position 0 of both replicas          domain b: position 1 of both replicas
        giver of 0, keeper of 1         <------->       giver of 1, keeper of 0
 
 A *giver* copies a state to its *keeper* in another domain, and keeps a copy itself.  Whichever domain is lost, the
-other domain has the states of all positions, of the same iteration.  A snapshot consists of *parts*.  The first parts
-are the states of the positions.  If the optimizer state is spread over the replicas, one part for each worker follows,
-with the shards for which this worker is the primary (``part_of``).
+other domain has the states of all positions, all from the same iteration.  A snapshot consists of *parts*.  The first
+parts are the states of the positions.  If the optimizer state is spread over the replicas, one part for each worker
+follows, with the shards for which this worker is the primary (``part_of``).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Spread:
 def copies(
     replicas: Sequence[Sequence[int]], domains: Mapping[int, Sequence[str]], tier: str, spread: Spread | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Return number of the snapshot part -> (giver, keeper); empty: no snapshots are taken.
+    """Return number of the snapshot part -> (giver, keeper); an empty dict if no snapshots are taken.
 
-    ``replicas``: the workers of each replica by position.  ``domains``: worker -> its domains.  ``tier``: "always" and
-    "off" take snapshots always or never; "auto" takes snapshots only if the loss of one domain would take all holders
-    of some state, and a worker outside that domain can keep a copy.  ``spread``: None if the optimizer state is not
-    spread over the replicas.
+    ``replicas``: the workers of each replica by position.  ``domains``: worker -> its domains.  ``tier``: with
+    "always" and "off", snapshots are taken always or never; with "auto", only if the loss of one domain would take all
+    holders of some state, and a worker outside that domain can keep a copy.  ``spread``: None if the optimizer state is
+    not spread over the replicas.
     """
     workers = [worker for row in replicas for worker in row]
     own = {worker: frozenset(domains.get(worker, ())) for worker in workers}
@@ -86,8 +86,8 @@ def part_of(worker: int, workers: Sequence[int], positions: int) -> int:
 def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> bool:
     """Return whether some shard is lost with one domain, because this domain breaks all replicas that hold the shard.
 
-    ``replicas``: one worker of each replica, in ring order.  The holders are not known here if Megatron places the
-    shards; then returns whether one domain breaks as many replicas as hold a shard.
+    ``replicas``: one worker of each replica, in ring order.  If Megatron places the shards, their holders are not
+    known here; then returns whether one domain breaks at least as many replicas as hold a shard.
     """
     broken: dict[str, int] = {}
     for worker in replicas:
@@ -104,9 +104,9 @@ def _column_copies(
 ) -> tuple[int, int]:
     """Return the giver and the keeper of a position's state, and count both in ``load``.
 
-    The giver is the worker of ``column`` with the lowest load.  The keeper is one of the workers that share the fewest
-    domains with the giver: the one with the lowest load; of equal ones, preferably a worker of the same column, which
-    has the state anyway.
+    The giver is the worker of ``column`` with the lowest load.  Of the workers that share the fewest domains with the
+    giver, the keeper is the worker with the lowest load; of equally loaded workers, preferably one of the same column,
+    which has the state anyway.
     """
     giver = min(column, key=lambda worker: (load[worker], worker))
     others, same = _farthest(giver, own, groups), set(column)
@@ -143,7 +143,7 @@ def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[
 
 
 def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) -> int:
-    """Return the worker in the heap ``queue`` with the lowest load, except ``giver``; update outdated loads in it."""
+    """Return the worker in the heap ``queue`` with the lowest load, except ``giver``; update outdated loads there."""
     skipped = []
     while True:
         known, worker = queue[0]

@@ -131,13 +131,13 @@ class _Plan:
         if path is None:
             return False
         for wants, state, dropped in path.steps:
-            if not self.members[state]:  # an earlier step used the last such node (only with bound workers)
+            if not self.members[state]:  # an earlier step used the last node in this state (only with bound workers)
                 return False
             self._enter(heapq.heappop(self.members[state]), _State(state.kind, _changed(state.teams, wants, dropped)))
         return True
 
     def _cheapest_path(self, group: int) -> _Path | None:
-        """Return the cheapest path on which no group is repeated, by Bellman-Ford; None: no path exists.
+        """Return the cheapest path on which no group is repeated, by Bellman-Ford; None if no path exists.
 
         Of equally cheap paths returns the shortest.
         """

@@ -403,7 +403,7 @@ def test_a_joiner_waits_for_the_first_coordinator_of_a_run_that_has_not_begun(mo
             control._loop.call_later(0.02, lambda: None)
             control._loop.run_once()
         assert (len(said), control.found_ended, waited) == (1, None, [])
-        assert said[0].startswith(f"no process listens at 127.0.0.1:{port}, and no run there is known")
+        assert said[0].startswith(f"no process listens at 127.0.0.1:{port}, and no run is known to have begun there")
         with control.agent._client.condition:
             for event in (Connected(), Lost("one was there, and is not any more")):
                 control.agent._core.handle(event, time.monotonic())

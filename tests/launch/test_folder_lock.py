@@ -541,7 +541,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 def test_a_file_of_the_users_stays(tmp_path):
     (tmp_path / "secret").write_text("a key of the user's\n")
     (said,) = written(tmp_path)
-    assert "a file of that name exists that no launch has written" in said
+    assert "a file of that name, which no launch has written, exists" in said
     assert (tmp_path / "secret").read_text() == "a key of the user's\n"
 
 

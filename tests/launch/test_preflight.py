@@ -294,7 +294,7 @@ def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_pa
     good = run(*GOOD)
     assert good.returncode == 0, good.stderr
     assert "Megatron's own flags, and what --recover refuses or switches off, are checked when" in good.stderr
-    assert "Without --check this would start 4 workers on this node, 8 overall" in good.stderr
+    assert "Without --check, this command would start 4 workers on this node, 8 overall" in good.stderr
     bad = run(*GOOD, "--recover-min-replicas", "9")
     assert bad.returncode == 2
     assert "--recover-min-replicas 9: this run has 4" in bad.stderr
@@ -391,7 +391,7 @@ def test_racks_are_told_by_a_list_of_nodes() -> None:
         ],
     ]  # fmt: skip
     near = told(["--recover"], 8, [[f"domain r{node // 4}"] for node in range(8)], Control((0, 1, 2), lease=True))
-    assert rows(near)[1][2] == "ends (11): it has all coordinators"
+    assert rows(near)[1][2] == "ends (11): all coordinators are lost"
 
 
 def test_ten_thousand_workers_are_a_few_lines() -> None:

@@ -177,7 +177,7 @@ def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> N
     first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
     second = bench.run(*nodes, "--node-rank", 1, script, ends=2)
     assert "no secret here (node 1) but one on node 0" in second.err
-    first.wait_for("a message for node 1 is ignored: its author does not have the job's secret")
+    first.wait_for("a message for node 1 is ignored: its writer does not have the job's secret")
     first.send(signal.SIGTERM)
     assert first.wait() == 128 + signal.SIGTERM
     assert "UP" not in first.out + second.out

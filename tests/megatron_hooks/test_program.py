@@ -701,7 +701,7 @@ def scheduled(batches: str, **others: Any) -> argparse.Namespace:
      ("0:6 1536:8", {"train_iters": 8}, []),
      ("0:6 1536:8", {"train_iters": 9}, ["batch size 8 of"]),
      ("0:6 1536:8", {"exit_interval": 8}, []),
-     ("0:12 32:8 384:6", {}, ["6 after 12: Megatron does not accept a batch with fewer"]),
+     ("0:12 32:8 384:6", {}, ["batch 6 follows batch 12, but Megatron does not accept a batch with fewer"]),
      ("0:7 1536:8", {}, ["batch size 7 of", "batch size 8 of"]),
      ("nonsense", {}, [])],
 )  # fmt: skip

@@ -70,7 +70,7 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
     monkeypatch.setattr(rejoin, "_take_place", fail)
     with pytest.raises(RunOver):
         rejoin.come_back()
-    told = "it is retired after 3 failures in a row to take a place: gloo could not connect"
+    told = "it is retired, because it failed 3 times in a row to take a place: gloo could not connect"
     assert notes == [told], "in workers.json"
     assert left[-1] == told, "in recover-status"
     assert slept == [0.0, PAUSE_SECONDS]

@@ -65,7 +65,7 @@ def test_a_training_of_another_length_is_warned_of_exactly_where_megatron_change
     changed = any(not old[at]["tokens"].equal(new[at]["tokens"]) for at in range(both))
     said = resumed.warnings(new, asks(after), asks(before))
     assert bool(said) == changed
-    assert all(f"was over {before} samples" in line and f"this run is over {after}" in line for line in said)
+    assert all(f"requested {before} samples" in line and f"this run requests {after}" in line for line in said)
     assert resumed.warnings(new, asks(after), None) == []
     for line in said:  # the number it gives is the largest that keeps the order
         iterations = int(re.search(r"up to --train-iters (\d+)\.", line)[1])  # type: ignore[index]
@@ -131,7 +131,7 @@ def test_cyclic_samples_of_a_blend_are_shuffled_by_the_length_of_the_training(
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
     (line,) = said(104, "cyclic")
-    assert "was over 100 samples of a blend, this run is over 104" in line
+    assert "requested 100 samples of a blend, but this run requests 104" in line
     assert said(104, "single") == said(100, "cyclic") == []
 
 

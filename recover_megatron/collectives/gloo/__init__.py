@@ -1,1 +1,1 @@
-"""Abort of gloo groups, and exchange of their members, which gloo itself lacks; docs/ring.md gives the reasons."""
+"""Abort of gloo groups, and exchange of their members; gloo itself supports neither (docs/ring.md)."""

@@ -3,7 +3,7 @@
 A worker creates all its groups together, in four phases:
 
     publish     one thread per group: gloo publishes this member's addresses, and waits for the other members' addresses
-    exchange    this worker writes the addresses of all its groups to the job's store, and reads the other members'
+    exchange    this worker writes all its addresses to the job's store, and reads the other members' addresses
     connect     gloo has all addresses and connects; the threads end
     scan        this worker searches all sockets of its process for the connections of these groups
 
@@ -11,8 +11,8 @@ An abort calls shutdown(2) on the connections, which makes gloo's operations fai
 the connections by their addresses: all groups of a worker share one gloo device with one listening socket, the members
 exchange the addresses of these sockets, and every connection has one of these addresses at one end.
 
-A scan costs more than a connection of two members, and every exchange through the store waits for the slowest member.
-So there is one scan and one exchange for all groups.
+A scan costs more than a connection between two members, and every exchange through the store waits for the slowest
+member.  So there is one scan and one exchange for all groups.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Identity = tuple[int, int]
 """(device, inode) of a socket; all descriptors of one socket have equal values."""
 
 _creating = threading.Lock()
-"""Lock held while a gloo device is created, because two listeners created at a time could not be distinguished."""
+"""Lock held while a gloo device is created, because concurrently created listeners could not be distinguished."""
 
 CONNECT_SECONDS = 10.0
 """Time limit in seconds for gloo to connect after all members have published their addresses."""
 _DROP_SECONDS = 1.0
-"""Time in seconds that ``close`` waits for the destruction of aborted groups; after it a thread continues alone."""
+"""Seconds that ``close`` waits for the destruction of aborted groups; then the destruction continues in a thread."""
 
 
 def _sockets() -> list[socket.socket]:
@@ -91,7 +91,7 @@ def _connections(listeners: set[Address]) -> list[socket.socket]:
 def shut(sockets: list[socket.socket]) -> set[Identity]:
     """Shut down the connections of ``sockets``, which duplicate gloo's sockets; close the duplicates, clear the list.
 
-    When gloo's threads notice the shutdown, they close gloo's descriptors.  Until then these threads may still write
+    When gloo's threads notice the shutdown, they close gloo's descriptors.  Before that, they may still write
     received data to the tensors of an operation.  Returns the identities of the connections; compare them with
     ``open_sockets`` to learn which connections gloo has not closed yet.
     """
@@ -107,7 +107,7 @@ def shut(sockets: list[socket.socket]) -> set[Identity]:
 
 
 def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
-    """Return descriptor -> identity for the sockets of this process; ``among``: descriptors to check; None: all."""
+    """Return descriptor -> identity for sockets of this process: those in ``among``, or all sockets if it is None."""
     found: dict[int, Identity] = {}
     for name in os.listdir("/proc/self/fd") if among is None else map(str, among):
         with contextlib.suppress(OSError):  # another thread has closed the descriptor
@@ -118,7 +118,7 @@ def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
 
 
 LOOP = "gloo_tcp_loop"
-"""Name of the threads in which gloo polls its connections; older versions than torch 2.13 do not set it."""
+"""Name of the threads in which gloo polls its connections; torch before 2.13 does not set the name."""
 
 
 def loops() -> list[Path]:
@@ -132,11 +132,11 @@ def loops() -> list[Path]:
 
 
 def looks(threads: Iterable[Path]) -> dict[str, int]:
-    """Return thread id -> estimated number of polls so far, for ``threads`` (from ``loops``); never too high.
+    """Return thread id -> estimated number of polls so far, for each of ``threads`` (a result of ``loops``).
 
-    Usually a poll blocks, and the kernel counts how often a thread blocks.  While a connection has an event that gloo
-    does not consume, polls do not block.  So each 10 ms of processor time count as ten more polls; in fact the thread
-    polls far more often in that time.
+    The estimate is never too high.  Usually a poll blocks, and the kernel counts how often a thread blocks.  While a
+    connection has an event that gloo does not consume, polls do not block.  Therefore each 10 ms of a thread's
+    processor time add ten to the estimate; in fact the thread polls far more often in that time.
     """
     found = dict[str, int]()
     for task in threads:
@@ -159,14 +159,14 @@ def unread(descriptors: Iterable[int]) -> dict[int, int]:
 
 
 class GivenUp:
-    """Detector of connections that were shut down and that gloo will never close, so that waiting for this is useless.
+    """Detector of connections that were shut down but that gloo will never close; no caller should wait for them.
 
     gloo never closes a connection if an operation is freed while a message for it arrives over this connection.  For
     example, an all-reduce that has lost one member is freed although the message of another member may be arriving.
     """
 
     LOOKS = 30
-    """Number of polls per thread after which gloo will never close a connection; it closes it at the first poll."""
+    """Number of polls per thread after which gloo will never close a connection; normally the first poll closes it."""
 
     FIRST = 20
     """Number of calls of ``over`` before the first check, because gloo usually closes connections soon."""
@@ -180,8 +180,9 @@ class GivenUp:
     def over(self, descriptors: Iterable[int]) -> bool:
         """Return whether gloo will never close the connections ``descriptors``; call this repeatedly after ``shut``.
 
-        The result is True if all of gloo's threads have polled ``LOOKS`` times and read nothing from the connections:
-        then they write no more data to a tensor.  With torch before 2.13 the result is always False.
+        The result is True if each of gloo's threads has polled ``LOOKS`` times and none has read from the connections
+        meanwhile.  Then these threads write no more data to a tensor.  With torch before 2.13 the result is always
+        False.
         """
         self._asked += 1
         if self._asked <= self.FIRST:
@@ -209,9 +210,9 @@ def _device(host: str) -> tuple[Any, Address]:
 
 
 class _Exchange:
-    """Values that gloo publishes in the creation of groups, by group and key.
+    """Values that gloo publishes while groups are created, by group and key.
 
-    gloo's threads block only in ``wait``, which ``end`` interrupts.
+    Until gloo connects, the threads that create the groups block only in ``wait``, and ``end`` interrupts ``wait``.
     """
 
     def __init__(self) -> None:
@@ -283,11 +284,11 @@ class GlooGroups:
         host: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> None:
-        """Create the groups; raises ``EpochRevoked``, ``TimeoutError`` or ``PeerLost`` and then creates none.
+        """Create all groups.  Raises ``EpochRevoked``, ``TimeoutError`` or ``PeerLost``; then no group exists.
 
-        ``me``: this worker's id.  ``groups``: group name -> worker ids of the members in rank order, including ``me``;
-        all members use the same names.  ``ring``: prefix of the keys in ``store``, the same on all members, used only
-        once.  ``timeout``: time limit in seconds for each other member to publish its addresses.
+        ``me``: number of this worker, an id or a position.  ``groups``: group name -> numbers of the members in rank
+        order, including ``me``; all members use the same names.  ``ring``: prefix of the keys in ``store``, the same on
+        all members, used only once.  ``timeout``: time limit in seconds for each other member to publish its addresses.
         """
         self.backends: dict[str, Any] = {}
         self._cancel_token = cancel_token
@@ -326,7 +327,7 @@ class GlooGroups:
         cancel_token.on_cancel(self.abort)
 
     def _build(self, name: str, rank: int, size: int, device: Any, timeout: float) -> None:
-        """Create a group in a thread.  If the thread hangs, no one waits for it, and gloo's timeout ends it."""
+        """Create a group in a thread.  If gloo hangs, its timeout ends the thread; this worker does not wait for it."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device]

@@ -1,7 +1,7 @@
 """Process group inside a replica (``SwappableGroup``), whose inner group is exchanged when the replica changes.
 
-    bind(inner)         each method of the outer group becomes the bound method of ``inner``, so a call costs no more;
-                        with gloo, waits are interruptible (``AbortableWorks``)
+    bind(inner)         each method of the outer group becomes the bound method of ``inner``, so calls have no extra
+                        cost; with gloo, waits are interruptible (``AbortableWorks``)
     renew(...)          replace the inner group by a new group of the workers that have these positions now
     carried_by(other)   temporarily, ``other`` runs the collectives; point-to-point messages use the inner group
 
@@ -43,21 +43,21 @@ SETTLING = "waiting for an abandoned collective"
 
 
 class AbortableWorks:
-    """Wrapper of gloo's works inside a replica that makes their waits interruptible.
+    """Wrapper that makes the waits for gloo operations inside a replica interruptible.
 
     ``cancel_token``: cancelled when the replica is broken, after the replica's connections were shut down.  gloo does
     not always notice the shutdown; then gloo's own wait never returns.
 
         collective      many short waits, until the collective is over or the token is cancelled
-        message         an expired time limit would shut gloo's connections: so a thread calls gloo's wait, and is
-                        abandoned if the token is cancelled
-        reduce-scatter  as a message, because its wait ignores a time limit (torch 2.13)
+        message         an expired time limit would shut gloo's connections, so a separate thread calls gloo's wait; the
+                        thread is abandoned if the token is cancelled
+        reduce-scatter  like a message, because gloo's wait for it ignores a time limit (torch 2.13)
 
     An abandoned operation keeps its tensors alive, and may write to them until ``quiesce`` has returned.
 
-    The work of a receive for which no caller waits is also kept until then.  If it were freed in the middle of the
-    message, gloo (torch 2.13) would neither read the remaining bytes nor notice the shutdown, and gloo's thread would
-    spin.
+    If no caller waits for a receive, its work is also kept until ``quiesce``.  If the work were freed in the middle of
+    the message, gloo (torch 2.13) would neither read the remaining bytes nor notice the shutdown, and gloo's thread
+    would spin.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:
@@ -86,14 +86,14 @@ class AbortableWorks:
         return guarded
 
     def quiesce(self) -> None:
-        """Wait until no abandoned collective writes to its tensors, at most one second.
+        """Wait until no abandoned collective writes to its tensors, but for at most one second.
 
         Call this when gloo has closed the connections.  Until then a thread of gloo may still sum data that arrived
         before the shutdown.  If a collective is not over after one second, gloo has missed the shutdown, and its thread
         waits for a message that never comes: it writes nothing.
         """
         self._forget_completed()
-        # ``is_completed`` of a failed reduce-scatter returns False, so threads wait for all works that are left.
+        # ``is_completed`` of a failed reduce-scatter returns False, so threads wait for all remaining works.
         works = self._under_way.copy()
         waiting = [threading.Thread(target=_over, args=(work,), name=SETTLING, daemon=True) for work in works]
         for thread in waiting:
@@ -105,7 +105,7 @@ class AbortableWorks:
         self._receives.clear()
 
     def _forget_completed(self) -> None:
-        """Drop completed works.  Any thread may call this: it iterates over a copy, as other threads change the set."""
+        """Drop completed works.  Any thread may call this, also while other threads change the set, which is copied."""
         self._under_way -= {work for work in self._under_way.copy() if work.is_completed()}
 
     def _wait_in_thread(self, work: Any) -> bool:
@@ -149,7 +149,7 @@ class AbortableWork(dist.Work):
     def __init__(self, work: Any, wait: Callable[[Any], bool], over: Callable[[Any], None]) -> None:
         """``work``: gloo's work.  ``wait``: function that waits for ``work`` and can be interrupted.
 
-        ``over``: called with ``work`` when gloo's own wait, with a time limit, has returned.
+        ``over``: called with ``work`` when a wait with a time limit, which calls gloo's own wait, has returned.
         """
         super().__init__()
         self._work = work
@@ -159,7 +159,8 @@ class AbortableWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is done.  Raises ``DistBackendError`` if the replica breaks, else gloo's errors.
 
-        ``timeout``: time limit, with which gloo's own wait is called, which cannot be interrupted.  None: no limit.
+        ``timeout``: time limit for gloo's own wait, which cannot be interrupted.  None: the wait has no limit, and it
+        is interruptible.
         """
         if timeout is None:
             return self._wait(self._work)
@@ -210,8 +211,8 @@ class SwappableGroup(dist.ProcessGroup):
 
     ``positions``: positions of the members in the replica, in rank order.  ``me``: this worker's position.  ``name``:
     name of the group, the same on all members, and unique among a worker's groups.  ``placeholder``: True if ``inner``
-    has the ranks of another replica, so that it must be exchanged before use.  ``options``: options of ``inner``
-    (``ProcessGroupNCCL.Options``), with which later inner groups are created.
+    was created before this worker had a place; ``renew`` must then replace ``inner`` before the group is used.
+    ``options``: options of ``inner`` (``ProcessGroupNCCL.Options``), with which later inner groups are created.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class SwappableGroup(dist.ProcessGroup):
                 self.__dict__[name] = method
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make waits for gloo's operations of this group raise when the token of ``guard`` is cancelled."""
+        """Make all waits for this group's gloo operations raise when the token of ``guard`` is cancelled."""
         self._guard = guard
         self.bind(self.inner)
 
@@ -294,7 +295,7 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(group)
         self.placeholder = False
 
-    # Attributes of torch's groups that are not methods, so that ``bind`` does not forward them.
+    # Attributes of torch's groups that ``bind`` does not forward, because they are not methods.
 
     @property
     def group_name(self) -> str:

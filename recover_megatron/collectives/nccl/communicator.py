@@ -239,7 +239,7 @@ class Communicator:
 
     def _beside(self, name: str, abort: Callable[[], None]) -> None:
         def unless_out() -> None:
-            with contextlib.suppress(MembershipError):  # raised if this worker is out of the run; then it exits
+            with contextlib.suppress(MembershipError):  # raised if this worker is out of the run; the worker then exits
                 abort()
 
         abort_beside(name, self.library.cuda, self._device, unless_out)

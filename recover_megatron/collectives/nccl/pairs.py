@@ -11,8 +11,8 @@
 
 The receiver requests a chunk only when its receive is in the stream of its device.  So the holder's send runs at once
 and does not block a hardware queue of the holder's device, which continues to compute (`collectives.device`).  A worker
-has at most one send and one receive in flight, whatever the number of pairs.  Only receivers wait until an earlier
-transfer is over, so workers cannot wait for each other in a cycle.
+has at most one send and one receive in flight, whatever the number of pairs.  A send waits only for
+earlier sends, whose receivers already have their turn, so workers cannot wait for each other in a cycle.
 
 When the TCP connection between the workers closes, or a message takes too long, this end cancels the pair's token and
 aborts its operation at once, without an agreement with the other end.  The abort may complete a message at the other
@@ -43,9 +43,9 @@ from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.state.transport import digest
 
 OPENING_SECONDS, CONNECTING_SECONDS = 20.0, 10.0
-"""Time limits in seconds to open a pair: for the receiver; for the holder after the receiver's CONNECT."""
+"""Time limits in seconds: for ``open`` and the receiver's ``connect``, and for the holder's ``connect``."""
 SENDING_SECONDS, RECEIVING_SECONDS = 5.0, 15.0
-"""Time limits in seconds of a message, which takes some ms.  A receive may have to wait for a holder's failing send."""
+"""Time limits in seconds of a message, which takes some ms; a receive may also have to wait for a failing send."""
 LOOK_MILLISECONDS = 50
 """Time in milliseconds between two checks of a pair's deadline."""
 ID_BYTES = 128
@@ -148,7 +148,7 @@ class Pair:
             self._exchange(self._room[:1], OPENING_SECONDS, before=ask)
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
-        """Copy ``parts`` into the pair's buffer and send the copy; return the checksum, as ``StateTransport.send``."""
+        """Copy ``parts`` into the pair's buffer and send the copy; return its unsigned 64-bit checksum."""
         with _as_lost():
             packed = self._packed(parts)
             for piece, part in zip(_pieces(packed, parts), parts, strict=True):

@@ -36,7 +36,7 @@ def decide(held: Sequence[Mapping[str, int]]) -> str | None:
 
 
 class Keeper:
-    """Pool of this worker's communicators that no epoch uses at present.  Any thread may use the pool.
+    """Pool of this worker's communicators that no epoch uses currently.  Any thread may use the pool.
 
     When the members of columns change, the owner of the pool must call ``close``.  ``keeps``: if False, the pool aborts
     every communicator that it gets.

@@ -13,8 +13,8 @@ The bucket contains the only copy of this worker's own gradient.  Only the finis
     one segment at one member:     LOCAL --FINISH or STORE--> REDUCED
     (a revocation cannot interrupt between the write and the mark, because it is checked only in waits for messages)
 
-A message that this member sends is its own gradient (hop 0), a partial sum in scratch memory, or a finished segment of
-the bucket.  Scratch memory is reused only when the message in it has been sent.
+A message that this member sends contains the member's own gradient (hop 0), a partial sum in scratch memory, or a
+finished segment of the bucket.  Scratch memory is reused only when the message in it has been sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from recover_megatron.collectives.transport.interface import Arrival, Pending, T
 LOOKAHEAD = 1
 """Number of receives that are posted in addition to the receive that the thread is waiting for."""
 _MESSAGES = 32
-"""Maximum number of received messages that one call of ``Ring.advance`` processes; then new tasks can begin."""
+"""Maximum number of messages that a call of ``Ring.advance`` processes after the first; tasks begin between calls."""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
 
 Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -86,13 +86,13 @@ class RingTask(Task):
 
 
 _Sending = tuple[RingTask, Pending, Arrival | None]
-"""(task, message being sent, arrival whose memory contains the sent partial sum; None if it is no partial sum)."""
+"""(task, message being sent, arrival with the memory of the message; None if the message is no partial sum)."""
 _Receiving = tuple[RingTask, Receive, Arrival]
 # These are tuples because tuples are created fast, and each message needs one.
 
 
 class Ring(Executor[RingTask]):
-    """Executor of one group's tasks; a running task is a *run*.  Messages of the next run follow without a pause."""
+    """Executor of one group's tasks; a running task is a *run*.  Messages of successive runs follow without a pause."""
 
     def __init__(self, transport: Transport, hook: Hook | None = None) -> None:
         self._transport = transport
@@ -109,7 +109,7 @@ class Ring(Executor[RingTask]):
         self._receiving: deque[_Receiving] = deque()
         self._count = 0
 
-    # ---- what the progress thread calls
+    # ---- called by the progress thread
 
     def add(self, task: RingTask) -> None:
         self._count += 1
@@ -125,7 +125,7 @@ class Ring(Executor[RingTask]):
             self._begin(self._handed_in.popleft())
         with self._transport.scope():
             self._step()
-            for _ in range(_MESSAGES):  # process messages that have arrived already, without returning for each
+            for _ in range(_MESSAGES):  # process more messages that have arrived, without a return after each
                 if not (self._receiving and self._receiving[0][2].done):
                     break
                 self._step()
@@ -277,7 +277,7 @@ class Tuning:
     segment_bytes: int = 512 << 10
     """Maximum length of a segment in bytes."""
     least_bytes: int = 128 << 10
-    """Minimum length in bytes of the segments into which a chunk is cut to have ``depth`` blocks in flight."""
+    """Minimum length in bytes when segments are shortened to get ``depth`` blocks from a chunk."""
     depth: int = 2
     """Number of blocks of segments in flight at a time; see ``ring.schedule``."""
 

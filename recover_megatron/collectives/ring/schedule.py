@@ -11,7 +11,7 @@ The order of summation, and so every bit of the result, depends only on the memb
 
     sum of chunk c = (((g[c+1] + g[c+2]) + g[c+3]) + ... ) + g[c]          indices modulo n
 
-A segment makes one hop after the other, so several segments must be in flight at a time to use the network.  The
+A segment makes one hop after the other, so several segments must be in flight at a time to saturate the network.  The
 segments with number k of all chunks form *block* k.  Block k starts ``stride`` hops after block k - 1, and messages
 are sent in the order of their *wave*, k * stride + hop:
 

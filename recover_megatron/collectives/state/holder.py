@@ -12,9 +12,9 @@
        | <-- the chunk's bytes, trailer --------- |   trailer: number, checksum, 1 if the offer is still valid
        | --- DONE ------------------------------> |   the receiver has the complete state
 
-The holder withdraws its offer before the offered tensors change.  If this happens while a chunk is read, the chunk's
-trailer reports it, and the receiver discards the chunk.  The threads only read the tensors, so the holder's training
-continues during a transfer.
+The holder withdraws its offer before the offered tensors change.  If the holder withdraws the offer while a chunk is
+read, the chunk's trailer reports this, and the receiver discards the chunk.  The threads only read the tensors, so the
+holder's training continues during a transfer.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Offer:
             raise PeerLost(f"the worker that was receiving this state is lost: {self._error}")
 
     def withdraw(self) -> None:
-        """Make the offer invalid, so that receivers discard chunks in flight; call this before its tensors change.
+        """Make the offer invalid, so that receivers discard chunks in flight; call this before the tensors change.
 
         Idempotent.
         """
@@ -150,7 +150,7 @@ def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tu
 
 
 class Offers:
-    """All offers of one worker; other workers connect to them through ``streams``, the streams of its peer store.
+    """All offers of one worker.  ``streams``: streams of its peer store, over which other workers fetch the states.
 
     ``pairs``: factory of pairs for receivers that request a transfer from GPU to GPU; None: such requests are refused.
     """

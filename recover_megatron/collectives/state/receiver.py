@@ -1,11 +1,11 @@
 """Receiving side of state transfers: a worker receives a state from several holders concurrently.
 
-    LEAD    The first holder that offers the state is the leader.  It sends the text, and the chunks that are not equal
-            on all holders.
-    PULL    All holders with the leader's layout send the *shared* chunks, which are equal on all holders.  The next
-            chunk is requested from the holder that is free first.
+    LEAD    The first holder that offers the state is the leader.  It sends the text (the tree as JSON), and the
+            chunks that are not equal on all holders.
+    PULL    All holders with the leader's layout (shapes, dtypes, chunk size) send the *shared* chunks,
+            which are equal on all holders.  The next chunk is requested from the holder that is free first.
               a holder is lost           --> its missing chunks are requested from the other holders
-              a GPU-to-GPU transfer fails --> the chunks are requested through host memory, from the same holder, too
+              a GPU-to-GPU transfer fails --> the chunks are requested through host memory, also from this holder
               a checksum differs         --> the chunk is discarded, and its holder gets no more requests
     all chunks have arrived --> send DONE to all holders
     no holder is left       --> raise PeerLost; Disagreement if a checksum differed
@@ -40,12 +40,12 @@ from recover_megatron.network.system import watch
 log = get_logger(__name__)
 
 STREAMS = 4
-"""Number of connections to all holders together; with one connection, the thread's checksums limit the speed."""
+"""Total number of connections to holders; with only one, computing checksums in its thread limits the speed."""
 AHEAD = 2
 """Number of chunks that one connection requests before the first of these chunks has arrived."""
 
 Shared = Callable[[Any], int]
-"""Function of a tree -> number n; the first n tensors of the tree are equal on all holders."""
+"""Function: tree -> number n such that the first n tensors of the tree are equal on all holders."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Link:
         log.info(f"the state of worker {self.worker} is transferred from device to device")
 
     def ask(self, number: int) -> None:
-        """Request chunk ``number``.  With a pair do nothing: ``chunk`` requests it when it has launched the receive."""
+        """Request chunk ``number``; with a pair, ``chunk`` does this instead, when it has launched the receive."""
         if self._pair is None or number < 0:
             self._send(state_holder.REQUEST.pack(number))
 
@@ -182,7 +182,7 @@ class _Missing:
         return self.arrived == self._wanted
 
     def take(self, *, wait: bool) -> int | None:
-        """Return a chunk to request; None: no chunk.  ``wait``: while the queue is empty and not ``over``, wait."""
+        """Return a chunk to request, or None.  ``wait``: if the queue is empty, wait for a chunk or until ``over``."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self._todo or self.over)
@@ -272,7 +272,7 @@ class Receiver:
         return tree, sum(tensor.nbytes for tensor in self._tensors)
 
     def _further(self, leader: int) -> list[Source]:
-        """Return one holder for each connection in addition to the leader's first; a holder may occur repeatedly."""
+        """Return the holder of each connection except the leader's first one; a holder may occur repeatedly."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
         if lead[0].pairs is not None:  # no second pair to a holder: one pair saturates both devices and needs memory
@@ -295,7 +295,7 @@ class Receiver:
                     raise
 
     def _begin(self, link: _Link, shared: Shared) -> tuple[Any, _Link, int]:
-        """Receive the text and all chunks that are not shared; return tree, last link and number of shared chunks."""
+        """Receive the text and all chunks that are not shared; return tree, link used last, number of shared chunks."""
         tree, tensors = unflatten(link.text(), self._place)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a state can only be received into contiguous tensors")
@@ -345,14 +345,14 @@ class Receiver:
                 if not isinstance(error, PeerLost) or link.source.pairs is None or missing.over:
                     raise
                 log.warning(f"worker {link.worker}'s state cannot be transferred from device to device: {error}")
-            by_hosts = replace(link.source, pairs=None)  # outside ``except``, where the error's frames keep the pair
+            by_hosts = replace(link.source, pairs=None)  # not in ``except``, where the error's frames keep the pair
             with self._on_the_way():  # does not call ``awaited``, because this holder has offered its state already
                 link = _Link(by_hosts, lambda: self._wanted(missing), self._opened)
         return link
 
     @contextmanager
     def _on_the_way(self) -> Iterator[None]:
-        """Context of a thread that opens a connection: it writes no tensor, so ``fetch`` may return before it ends."""
+        """Context in which a thread only opens a connection and writes no tensor, so ``fetch`` need not wait for it."""
         with self._changed:
             self._away += 1
             self._changed.notify_all()

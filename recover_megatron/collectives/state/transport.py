@@ -45,9 +45,9 @@ class Digest:
     """64-bit digest of the bytes and the order of a sequence of tensors; it does not depend on the kind of device.
 
     A tensor is divided into rows of 64-bit words.  Each word of a row is multiplied by a different odd factor, and the
-    products are summed modulo 2**64.  The digest is a polynomial, in an odd number, of the sums of all rows and the
-    lengths of all tensors.  So the change of a single bit always changes the digest.  It detects accidental changes,
-    but no deliberate ones.
+    products are summed modulo 2**64.  The digest is the value of a polynomial at an odd number; its coefficients are
+    the sums of all rows and the lengths of all tensors.  So the change of a single bit always changes the digest.  It
+    detects accidental changes, but no deliberate ones.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Digest:
 
 
 def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return the products of the matrix ``rows`` and the vector ``factors``, modulo 2**64 by integer overflow."""
+    """Return the product of the matrix ``rows`` and the vector ``factors``, modulo 2**64 by integer overflow."""
     if rows.device.type == "cpu":  # torch.dot is four times as fast as torch.mv
         return torch.stack([torch.dot(row, factors) for row in rows])
     return (rows * factors).sum(1)  # CUDA has no torch.dot for integers
@@ -108,8 +108,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 def check_sum(parts: Sequence[torch.Tensor]) -> int:
     """Return an unsigned 64-bit checksum of ``parts``, tensors of bytes on the host.
 
-    Equal bytes that are divided into other parts have another checksum.  The function is three times as fast as CRC-32,
-    the fastest checksum of zlib and hashlib.
+    If equal bytes are divided into different parts, the checksum differs.  The function is three times as fast as
+    CRC-32, the fastest checksum of zlib and hashlib.
     """
     found = 1
     for part in parts:
@@ -204,7 +204,7 @@ def memory_of(part: torch.Tensor) -> memoryview:
 
 
 def lost(error: OSError | None) -> PeerLost:
-    """Return the ``PeerLost`` for a connection that failed with ``error``, or, if None, that the peer closed."""
+    """Return the ``PeerLost`` for a connection that failed with ``error`` or, if it is None, was closed by the peer."""
     return PeerLost(str(error or "the peer closed the connection"), unreachable=is_path_error(error))
 
 
@@ -218,7 +218,7 @@ def _send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
 def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
     """Receive bytes from ``sock`` until all ``views`` are filled.
 
-    Raises OSError; if the peer closes the connection before, ``ConnectionResetError``.
+    Raises OSError; if the peer closes the connection too early, ``ConnectionResetError``.
     """
     left = [view for view in views if len(view)]
     while left:

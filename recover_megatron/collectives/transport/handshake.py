@@ -30,7 +30,7 @@ from recover_megatron.network.system import close_in_children, forget
 
 NONCE, MAC = 16, 32
 CONNECT_SECONDS = 5.0
-"""Time limit in seconds for the successor's host to accept a connection; its kernel does, even if the worker hangs."""
+"""Time limit in seconds to connect to the successor; its kernel accepts the connection even if the worker hangs."""
 PROOF_SECONDS = 5.0
 FULL_SECONDS = 0.25
 """Pause in seconds before this process accepts connections again after it had no free file descriptor."""
@@ -126,7 +126,7 @@ class Handshake:
         self._closed_until = 0.0
 
     def hold(self, out: socket.socket, out_ring: bytes, in_ring: bytes, timeout: float) -> socket.socket:
-        """Run the handshakes with the successor, on ``out``, and with the predecessor; return its connection.
+        """Do the handshakes with the successor, on ``out``, and the predecessor; return the predecessor's connection.
 
         ``out``: non-blocking socket on which ``connect`` was called.  ``out_ring``, ``in_ring``: names of the ring for
         the two connections.  ``timeout``: seconds.  Raises ``EpochRevoked``, ``TimeoutError``, and ``PeerLost`` if the
@@ -321,7 +321,7 @@ _BACKLOG = 128
 
 
 class RingListener:
-    """Listening socket to which the predecessor in a ring connects, and shared memory if it is on the same host.
+    """Listening socket to which the predecessor in a ring connects, and shared memory for a predecessor on this host.
 
     A worker can create it before the members of the ring are known, and send ``address`` in the status with which it
     joins an epoch.  Then the plan contains all addresses, and no key-value store is needed.

@@ -1,7 +1,8 @@
 """Interface of the transports, which send and receive the messages of a ring.
 
 A transport connects one member to its two neighbours in the ring: it sends to the successor and receives from the
-predecessor, in order.  It is created for one epoch and never reused in another.
+predecessor.  Messages arrive in the order in which they were sent.  A transport is created for one epoch and never
+reused in another.
 
     open  --close()-->  closed
       '---abort(), from any thread-->  aborted --close()--> closed
@@ -201,7 +202,7 @@ class StagedTransport(Transport):
         if isinstance(pending, _Landing):
             pending.tensor = self._scratch.take(pending.numel, pending.dtype)
             pending.tensor.copy_(pending.inner.tensor)
-            self._order.finish()  # waits for the copy, which may still be running even if the memory is not pinned
+            self._order.finish()  # waits for the copy, which ``copy_`` may leave running even from unpinned memory
             self._inner.release(pending.inner)
             pending.done = True
 

@@ -69,7 +69,7 @@ class Message:
         return self.numel * self.dtype.itemsize
 
     def write_header(self, slot: int) -> None:
-        """Write the message's header; ``slot``: slot that contains the payload, ``IN_LINE``: it follows the header."""
+        """Write the message's header; ``slot``: slot of the payload, ``IN_LINE`` if the payload follows the header."""
         _HEADER.pack_into(self.header, 0, self.tag, slot, self.nbytes)
 
     def read_header(self) -> int:

@@ -1,4 +1,4 @@
-"""Communication of one worker that lives as long as one epoch: a cancel token, gradient rings, and other groups.
+"""Groups through which one worker communicates in one epoch: gradient rings and other groups, with one cancel token.
 
     EpochGroups(n) --ring(), control()--> groups, opened when first used
           |
@@ -44,7 +44,7 @@ OPENER = "opening rings"
 
 @dataclass(frozen=True)
 class CommunicationConfig:
-    """Settings with which one worker opens groups; equal in all epochs."""
+    """Settings with which one worker opens groups; the same in all epochs."""
 
     peer_store: PeerStoreServer
     """Peer store of this worker."""
@@ -105,7 +105,8 @@ class EpochGroups:
     """Function that waits until all live workers know that this epoch is over; for rings over NCCL
     (``CancelToken``)."""
     in_touch: Callable[[], None] = lambda: None
-    """Function that waits until the coordinator has answered a request; for rings over NCCL (``CancelToken``)."""
+    """Function that waits until the coordinator has answered within the last heartbeat timeout; for rings over NCCL
+    (``CancelToken``)."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
@@ -129,10 +130,10 @@ class EpochGroups:
         return self._cancel_token.cancelled
 
     def end(self, reason: str | PeerLost) -> None:
-        """Make every present and later operation of this epoch fail; from any thread.  Only the first ``reason`` is
-        kept."""
+        """Make every present and later operation of this epoch fail; from any thread.  Later calls do not change
+        ``reason``."""
         self._cancel_token.cancel(reason)
-        if self._progress is not None:  # another thread that is ending the epoch may not have cancelled this token yet
+        if self._progress is not None:  # another thread that ends the epoch may not have reached this line yet
             self._progress.cancel_token.cancel(str(reason))
 
     def on_end(self, call: Callable[[str], None]) -> None:
@@ -153,7 +154,7 @@ class EpochGroups:
         return self._client_of(min(slot for slot in members if slot in self._peer_stores))
 
     def _client_of(self, slot: int) -> PeerStoreClient:
-        with self._lock:  # other threads, which send states, call this, too
+        with self._lock:  # threads that send states call this method, too
             if slot not in self._stores:
                 self._stores[slot] = PeerStoreClient(
                     self._peer_stores[Slot(slot)], self._comm_config.secret, self.number
@@ -164,7 +165,7 @@ class EpochGroups:
         """Begin to open the rings of several columns, each in a thread; ``ring`` waits until a ring is open.
 
         NCCL communicators are opened one after the other, in the order of the calls of this method and ``ring``.  This
-        order must be the same on all workers, or two workers would wait for each other.
+        order must be the same on all workers; otherwise two workers would wait for each other.
         """
         for members in columns:
             self._opening(tuple(members))
@@ -289,10 +290,10 @@ class EpochGroups:
     ) -> tuple[Any, int]:
         """Return the tree that ``holders`` offer under ``name``, and the number of bytes of its tensors.
 
-        ``by_devices``: send from device to device if gradients travel over NCCL; must be False if the holder waits for
-        its ``Offer``.  ``stay``: raises to stop the fetch; default: raise when the epoch ends.  A fetch that waits for
-        an offer always fails when the epoch ends.  ``lost``: returns the dead holders, for a fetch that continues after
-        the epoch.  Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
+        ``by_devices``: send from device to device if gradients travel over NCCL; must be False if the holder waits in
+        ``Offer.wait``.  ``stay``: raises to stop the fetch; default: raises when the epoch ends.  A fetch that waits
+        for an offer always fails when the epoch ends.  ``lost``: returns the dead holders, for a fetch that continues
+        after the epoch.  Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
         key, addresses = self._key(name, giving=False), self._peer_stores
         config = self._comm_config
@@ -308,7 +309,7 @@ class EpochGroups:
 
     def close(self) -> None:
         """End the epoch on this worker, and close all groups; after the return no operation touches a bucket."""
-        self.end("closed")  # rings that are being opened fail, too
+        self.end("closed")  # makes rings fail that are being opened
         for opener in self._openers:
             opener.join()
         for ring in self._rings.values():
@@ -322,5 +323,5 @@ class EpochGroups:
 
 
 def name_of(kind: str, members: Sequence[Slot]) -> str:
-    """Return a name of the group of ``members``: equal members of one ``kind`` have equal names, others do not."""
+    """Return a name for the group of ``members``; two groups have the same name only if kind and members are equal."""
     return f"{kind}-{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:24]}"

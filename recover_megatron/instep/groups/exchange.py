@@ -8,7 +8,7 @@ their replica, and would never come to the meeting.
         |
         '--revoked; rendezvous n is open, no member has joined it-----> ASKED(n) --over for some member------> OVER
                                                                          ^  |
-                                     a death opens rendezvous n + 1      |  '--over for none-------> UNDER WAY(n)
+                                     a death opens rendezvous n + 1      |  '--over for no member--> UNDER WAY(n)
                                                                          '-----------------------------'
 
 If some member is past the barrier, all members have reached the barrier, and have the result.  A member that was
@@ -19,8 +19,8 @@ operation is over for them, and publishes the answer on its peer store (``Announ
 If the leader cannot reach the peer store of a live member, the operation continues without this member.  A member that
 cannot reach the leader leaves: its replica loses its place, and is not formed again over that connection (`edges`).
 
-During all this the rendezvous stays open, since this worker joins it only when the operation is over.  This causes no
-cycle of waits: the operation waits only for workers for which its members would wait without any death.
+Meanwhile the rendezvous stays open, since this worker joins it only when the operation is over.  This causes no cycle
+of waits: the operation waits only for workers for which its members would also wait without any death.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.workload.grid import Slot
 
 Perform = Callable[[TreeBackend, Sequence[Slot]], None]
-"""Function that carries out an operation on a backend with members in the given slots, and keeps the result."""
+"""Function that carries out an operation, and keeps the result.  Arguments: a backend, and the slots of its members."""
 
 ALLOW_SECONDS = 600.0
 """Seconds, in addition to the hang timeout, for which a worker may wait in an interrupted operation.  A worker that
@@ -77,7 +77,7 @@ class Exchange:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, label: str, workers: Sequence[Slot], members: Sequence[Slot], perform: Perform) -> None:
-        """Carry out an operation once, with all ``members`` (slots, in rank order) or, after a death, the live members.
+        """Carry out an operation once, with all ``members`` (slots, in rank order) or, after a death, the live ones.
 
         ``label`` and ``workers`` (the slots of the launch) identify the group.  ``perform`` may be called more than
         once; the result is that of the last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
@@ -96,8 +96,8 @@ class Exchange:
     # ---- one operation
 
     def _next(self, group: str) -> str:
-        """Return the next operation's name, equal on all members: the number of the last decision, and a count since
-        then."""
+        """Return the next operation's name, equal on all members: number of the last decision, and of the operation
+        since then."""
         if self._at != self._progress.at:
             self._at = self._progress.at
             self._counts.clear()
@@ -133,7 +133,7 @@ class Exchange:
                 present = [Slot(int(slot)) for slot in found.split()[1:]]
                 if assignment.slot not in present:
                     raise PeerLost(
-                        "the others continue without this worker, which some of them could not reach", unreachable=True
+                        "other workers continue without this worker, which some could not reach", unreachable=True
                     )
                 try:
                     self._together(self._repeating(rendezvous), f"repeated {group}", present, performed)
@@ -158,7 +158,7 @@ class Exchange:
     ) -> str:
         """Return the members' agreement: ``OVER``, or ``GO`` and the slots that repeat the operation.
 
-        Returns an empty string if a member died or the rendezvous was closed, so that a later rendezvous must decide.
+        If a member died or the rendezvous was closed, returns an empty string: a later rendezvous must decide.
         """
         me = self._assignment.slot
         name = key(rendezvous, group, operation)
@@ -183,11 +183,10 @@ class Exchange:
         return found
 
     def _ask(self, peer_stores: _PeerStores, slot: Slot, name: str, rendezvous: int) -> str:
-        """Return the value of key ``name`` on the peer store of the member at ``slot``; "left": it has no place any
-        more.
+        """Return the value of key ``name`` on the peer store of the member at ``slot``.
 
-        Returns an empty string if the member is lost or the rendezvous is closed, and ``UNREACHED`` if the peer store
-        of a live member cannot be reached for ``UNREACHED_SECONDS``.
+        Returns "left" if the member has no place any more, an empty string if the member is lost or the rendezvous is
+        closed, and ``UNREACHED`` if the peer store of a live member cannot be reached for ``UNREACHED_SECONDS``.
         """
         until, pause = time.monotonic() + UNREACHED_SECONDS, LOOK_SECONDS
         left = left_key(self._assignment.decision.epoch)
@@ -198,7 +197,7 @@ class Exchange:
                         return value
             except PeerLost as lost:
                 if not lost.unreachable:
-                    return ""  # the member is lost: the next rendezvous will show that
+                    return ""  # the member is lost, and the next rendezvous will be without it
                 if time.monotonic() > until:
                     return UNREACHED
                 peer_stores.disconnect(slot)

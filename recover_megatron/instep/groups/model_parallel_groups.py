@@ -6,9 +6,9 @@ NCCL groups can be aborted.  Gloo groups cannot, but their operations fail when 
 so these connections are recorded when a group is created.  (If gloo misses the shutdown, its operation is abandoned:
 ``guard``.)  A worker whose main thread does not leave the operations exits (``Leaving``).
 
-NCCL's report that an operation has succeeded is not used: ``Work.is_completed`` returns True for a failed operation,
-and an aborted kernel leaves garbage.  Results computed from garbage are never sent: the epoch's cancel token is
-cancelled before any group is aborted, and only buckets computed before the cancellation are sent to other replicas
+NCCL's report that an operation has succeeded is not used, since ``Work.is_completed`` returns True for a failed
+operation, and an aborted kernel leaves garbage.  Results computed from garbage are never sent: the epoch's cancel token
+is cancelled before any group is aborted, and only buckets computed before the cancellation are sent to other replicas
 (`collectives.device`, ``DeviceStream``).  An abort also leaves garbage on model-parallel peers, so their tokens must be
 cancelled before the abort, too (``CancelToken.all_heard``).
 """
@@ -57,7 +57,7 @@ _CALLS = (
 """Parts of the paths of source files whose functions wait for a group or for the device."""
 
 Calls = frozenset[tuple[int, int]]
-"""Calls that threads are in, as (id of the frame, last instruction): equal as long as the thread is in the call."""
+"""Calls under way, each as (id of the frame, last instruction): these do not change while a thread is in the call."""
 
 
 def calls_under_way() -> Calls:
@@ -100,9 +100,9 @@ class Leaving:
                                                                '-------------------------------'--> exit code 1
 
     An abort may wait for a lock that a torch call holds, or for a kernel of another communicator that is not aborted
-    yet.  So each abort runs in a separate thread, and this thread waits for all of them.  Time in which the main thread
-    computes does not count here (`spare` limits it).  Time is counted in checks instead of seconds, so that time in
-    which the process was stopped does not count.
+    yet.  So each abort runs in a separate thread, and the thread of ``Leaving`` waits for all.  Time in which the main
+    thread computes does not count towards ``LEAVE_SECONDS`` (`spare` limits this time).  Time is counted in checks
+    instead of seconds, so that time in which the process was stopped does not count.
 
     ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: waits until all workers know
     that the epoch is over (``CancelToken``).  If this worker is out of the run, nothing is aborted, since its process
@@ -134,7 +134,7 @@ class Leaving:
         self._thread = threading.Thread(target=self._run, name="leaving the replica's groups", daemon=True)
 
     def begin(self) -> None:
-        """Start to abort all groups, from any thread; does not wait."""
+        """Start to abort all groups, without waiting; may be called from any thread."""
         self._thread.start()
 
     def left(self) -> None:
@@ -143,7 +143,7 @@ class Leaving:
             self._left = True
             self._changed.notify_all()
 
-    # ---- its thread
+    # ---- the thread of this object
 
     def _run(self) -> None:
         try:
@@ -206,8 +206,7 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Connections recorded for a group while another thread opened connections, too.  Gloo does not close the
-        latter."""
+        """Connections recorded for a group, among which are some of another thread, which gloo does not close."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut down, and that gloo may not have closed yet."""
         self._gloo_done = True
@@ -227,7 +226,9 @@ class ModelParallelGroups:
         group.guard_by(self.guard)
 
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
-        """Call ``create`` to create a group, and record the group's connections; if it returns None, the default group.
+        """Call ``create`` to create a group; record the group's connections, and return the group.
+
+        ``create``: returns the new group, or None if this is the default group.
 
         Called at start-up, while other threads open no lasting connections except those from or to ``ports``.
         """
@@ -264,12 +265,12 @@ class ModelParallelGroups:
                 self._sockets.append(sock)
 
     def end(self, all_heard: Callable[[], None] = lambda: None) -> None:
-        """Make every operation of these groups fail on this worker and, for gloo, on the other members; from any
+        """Make every operation of these groups fail, on this worker and, with gloo, on all other members; from any
         thread.
 
         ``all_heard``: waits until all workers know that the last epoch of the groups is over (``CancelToken``);
-        default: do not wait, if no other worker used the groups.  The main thread must call ``left`` when it has left
-        all calls of the groups; if it stays in a call, this process exits.  A second call has no effect.
+        default: does not wait, for groups that no other worker uses.  The main thread must call ``left`` when it has
+        left all calls of the groups; if it stays in a call, this process exits.  A second call has no effect.
         """
         with self._lock:
             if self._ended:
@@ -279,7 +280,7 @@ class ModelParallelGroups:
             nccl, self._nccl = self._nccl, []
             cancel_token, gloo = self._cancel_token, self._gloo
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
-            # Shut the sockets before the token releases operations, whose tensors no later data may reach.
+            # Shut the sockets before the token releases operations: afterwards no data may arrive in their tensors.
             self._shut |= shut(sockets)
             shut(self._mixed)
             self._gloo_done = False
@@ -290,7 +291,7 @@ class ModelParallelGroups:
         leaving.begin()
 
     def left(self) -> None:
-        """Record that the main thread, which calls this, has left all calls of the groups that ``end`` has ended.
+        """Record that the main thread has left all calls of the groups that ``end`` has ended; called by this thread.
 
         Returns when no gloo thread writes to a tensor any more; terminates the process if gloo does not stop in time.
         """
@@ -324,13 +325,13 @@ class ModelParallelGroups:
         """Create the recorded groups again, among the present workers of ``replica``.
 
         Ends the old groups first, if they have not been ended.  The new groups outlive the epoch; but if the epoch ends
-        during their creation, they are ended, too.  Raises ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
+        while they are created, they are ended, too.  Raises ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
         """
         self.end()
         self.left()
         if self._store is not None:
             self._store.close()
-        self._store = store  # NCCL uses it later, when two workers first connect to each other
+        self._store = store  # NCCL uses the store later, when two workers first connect to each other
         cancel_token = CancelToken(epoch_groups.number)
         with self._lock:
             self._cancel_token, self.guard, self._ended = cancel_token, AbortableWorks(cancel_token), False
@@ -350,7 +351,7 @@ class ModelParallelGroups:
         named = {group.own_name: group.positions for group in groups if group.backend != "nccl"}
         backends: dict[str, Any] = {}
         before = self._gloo
-        if named:  # placeholders are included, even with one worker
+        if named:  # includes placeholders, which may have only one worker
             # If this raises, no group has been replaced yet.
             me = groups[0].positions[groups[0].at]
             self._gloo = GlooGroups(me, named, store, cancel_token, ring=prefix, host=host)
@@ -365,7 +366,7 @@ class ModelParallelGroups:
     def _meet(
         self, groups: Sequence[SwappableGroup], prefix: str, cancel_token: CancelToken, store: dist.Store
     ) -> None:
-        """Wait until all workers of the replica have arrived, since no token can interrupt a wait inside NCCL."""
+        """Wait until all workers of the replica are here, because a wait for them inside NCCL cannot be cancelled."""
         store.set(f"{prefix}/here/{groups[0].positions[groups[0].at]}", "1")
         for position in sorted({position for group in groups for position in group.positions}):
             await_key(store, f"{prefix}/here/{position}", cancel_token, MEET_SECONDS)

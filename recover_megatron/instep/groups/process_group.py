@@ -79,7 +79,10 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def _own_places(self) -> Sequence[int]:
-        """Ranks whose part this worker fills in an all-gather without other workers: all until it has joined a run."""
+        """Ranks whose part this worker fills in an all-gather without other workers.
+
+        Until this worker has joined a run, these are all ranks.
+        """
         return range(self.size()) if self._traffic.recovery is None else [self.rank()]
 
     def name(self) -> str:
@@ -89,7 +92,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Name of the group, different from the original's: torch's functional collectives look up groups by name."""
+        """Name of the group; not the original's name, since torch's functional collectives look up groups by name."""
         return f"recover {name_of(self.label, self.workers)}"
 
     def getGroupName(self) -> str:
@@ -141,7 +144,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(lambda on, among: on.reduce(tensors, among.to_root(opts, root)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Gather the inputs of all members; outputs of members that die during the operation are left unchanged."""
+        """Gather the inputs of all members; the outputs for members that die during the operation do not change."""
 
         def start(on: Any, among: Among) -> Any:
             return on.allgather([among.pick(output) for output in outputs], inputs, opts or c10d.AllgatherOptions())
@@ -154,7 +157,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(start, alone)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
-        """Gather the inputs of all members into one tensor, otherwise as ``allgather``."""
+        """Gather the inputs of all members into one tensor; otherwise like ``allgather``."""
 
         def start(on: Any, among: Among) -> Any:
             options = opts or c10d.AllgatherOptions()
@@ -235,8 +238,8 @@ class EpochGroup(dist.ProcessGroup):
     # group.)  In every mode they are sent over ``mates`` or, if this is None, over torch's group of the launch.
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make messages over torch's group of the launch fail when the token of ``guard`` is cancelled, if it uses
-        gloo."""
+        """Make messages over torch's group of the launch, if this uses gloo, fail when the token of ``guard`` is
+        cancelled."""
         self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
 
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
@@ -271,7 +274,7 @@ for _name in ("set_timeout", "_set_default_timeout", "shutdown", "abort"):
 
 
 def _not_carried(name: str) -> Callable[..., Any]:
-    """Return a method for an unsupported operation: it calls torch's method in ``Mode.STARTING``, and else raises."""
+    """Return a method for an unsupported operation: it calls torch's method in ``Mode.STARTING``, or else raises."""
 
     def method(self: EpochGroup, *args: Any, **kwargs: Any) -> Any:
         if self._traffic.mode is Mode.STARTING:
@@ -295,7 +298,7 @@ def _done() -> dist.Work:
 
 
 def register(group: dist.ProcessGroup, original: dist.ProcessGroup) -> None:
-    """Register the group with torch.distributed in place of its original."""
+    """Register ``group`` with torch.distributed in place of ``original``."""
     world = c10d._world
     is_default = original is world.default_pg
     world.pg_map[group] = world.pg_map[original]
@@ -314,7 +317,7 @@ def register_new(group: dist.ProcessGroup, slots: tuple[Slot, ...], backend: str
     world.pg_map[group] = (backend, None)
     world.pg_names[group] = f"{group.group_name} {len(world.pg_names)}"
     world.pg_group_ranks[group] = {slot: at for at, slot in enumerate(slots)}
-    world.pg_to_tag[group] = ""  # as torch does for groups without a tag: destroying a group requires an entry
+    world.pg_to_tag[group] = ""  # as in torch for groups without a tag: to destroy a group, torch needs an entry
     world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
     if default:
         c10d._update_default_pg(group)

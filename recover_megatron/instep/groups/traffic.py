@@ -37,7 +37,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.workload.grid import Slot
 
 IN_PLACE = ("allreduce", "reduce", "broadcast")
-"""Operations that overwrite the tensors that they read; others write their first argument and read their second."""
+"""Operations that overwrite the tensors that they read; all others write their first argument, and read the second."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -53,7 +53,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Staged:
-    """Tensors of one operation, and host copies of these, on which the operation is carried out.
+    """Tensors of one operation, and the host copies that the operation uses in their place.
 
         to(backend) --the operation--> wait --bring_back()--> the tensors have the result
                                          '--revoked--> the tensors are unchanged
@@ -61,8 +61,8 @@ class Staged:
     Inputs of in-place operations are copied, because an interrupted operation may have overwritten a part of its input,
     and must be repeated.  GPU tensors are copied, too: they are small, and the operation needs them on the host.
 
-    ``away``: returns True for a tensor that must always be copied.  ``every_result``: True if all other results are
-    copied, too, so that an operation that fewer workers repeat leaves no data of the first attempt.
+    ``away``: returns True for a tensor that must always be copied.  ``every_result``: True if every tensor that the
+    operation writes must be copied; then an operation that fewer workers repeat leaves no data of the first attempt.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Staged:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._on: Any = None
         self.spoiled: list[torch.Tensor] = []
-        """Tensors that are inputs of the operation, and that ``bring_back`` overwrites."""
+        """Inputs of the operation that ``bring_back`` overwrites."""
 
     def to(self, backend: Any) -> Any:
-        """Wrap ``backend``, so that the next operation on it uses host copies; drop the copies of the last
-        operation."""
+        """Make the next operation on ``backend`` use host copies; drop the copies of the last operation.  Returns this
+        object, on which the operation must be called."""
         self._on, self._copies, self.spoiled = backend, [], []
         return self
 
@@ -103,7 +103,7 @@ class Staged:
                 original.copy_(copy)
 
     def _copied(self, value: Any, shared: Callable[[torch.Tensor], bool], written: bool) -> Any:
-        """Return an argument of the operation, with host copies of its tensors where the class requires copies.
+        """Return ``value``, an argument of the operation, with host copies in place of tensors that must be copied.
 
         ``written``: True if the operation writes this argument.  ``shared``: returns True for a tensor that the
         operation also reads.
@@ -131,7 +131,7 @@ class Among:
     """Live members that carry out an operation on a group.
 
     ``expected``: slots of all members when the operation was called; the caller's data is in the same order.
-    ``present``: slots of the members that are left, which carry out the operation.
+    ``present``: slots of the members that carry out the operation.
     """
 
     expected: tuple[Slot, ...]
@@ -146,24 +146,24 @@ class Among:
         return [by_rank[self.expected.index(slot)] for slot in self.present]
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the present members' parts of a tensor that has one equal part for each expected member."""
+        """Return the present members' parts of a tensor that has equal-sized parts, one for each expected member."""
         return self.pick(whole.view(-1).chunk(len(self.expected)))
 
     def from_root(self, options: Any, of_caller: int) -> Any:
-        """Set the root of an operation that sends the root's data to all members; return ``options``.
+        """Set the root in ``options``, for an operation that sends the root's data to all members; return ``options``.
 
         ``of_caller``: the root's rank among the expected members.  Raises Disagreement if this member is lost.
         """
         slot = self.expected[of_caller]
         if slot not in self.present:
-            raise Disagreement(f"the worker in slot {slot} died while it sent data to the others between two steps")
+            raise Disagreement(f"the worker in slot {slot} died while it sent data to other workers between two steps")
         options.rootRank = self.present.index(slot)
         return options
 
     def to_root(self, options: Any, of_caller: int) -> Any:
-        """Set the root of an operation whose result the root gets; return ``options``.
+        """Set the root in ``options``, for an operation whose result only the root gets; return ``options``.
 
-        ``of_caller``: the root's rank among the expected members.  If this member is lost, another gets the result.
+        ``of_caller``: the root's rank among the expected members.  If this member is lost, another member gets it.
         """
         slot = self.expected[of_caller]
         options.rootRank = self.present.index(slot) if slot in self.present else 0
@@ -172,7 +172,7 @@ class Among:
 
 _GROUPS = "recover_megatron.instep.groups.process_group"
 _BETWEEN = ("recover_megatron", "torch", "typing_extensions", "functools", "contextlib")
-"""Packages whose stack frames ``caller`` skips between the calling code and a group."""
+"""Packages whose stack frames ``caller`` skips."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class Traffic:
         alone: Callable[[], None],
         alike: Callable[[], None] | None = None,
     ) -> None:
-        """Carry out one operation, as ``mode`` requires.
+        """Carry out one operation in the way that ``mode`` requires.
 
         ``alone``: computes the result as if this worker were the only member.  ``alike``: computes the result as if all
         members had this worker's data.
@@ -336,7 +336,7 @@ class Traffic:
                 alone()
 
     def refuse(self, made: Caller, group: OverReplicas, where: str) -> NoReturn:
-        """Terminate the run for all workers, since replicas would diverge or wait forever after this operation."""
+        """Terminate the run for all workers, since this operation would make replicas diverge or wait forever."""
         self._in_turn(group, made)
         message = (
             f"{_call(made, group)} {where}. --recover itself exchanges all data that replicas need: switch off the "
@@ -347,8 +347,10 @@ class Traffic:
         raise UnknownOperation(message)
 
     def _in_turn(self, group: OverReplicas, made: Caller | None = None) -> None:
-        """Terminate this worker or thread if no other worker will call the operation; ``made``: the calling code, if
-        known."""
+        """Terminate this worker or thread if no other worker will call the operation (`out_of_turn`).
+
+        ``made``: the calling code, if it is known.
+        """
         threads = self.mode not in (Mode.STARTING, Mode.ALONE)
         out_of_turn.keep_in_turn(lambda: _call(made or caller(), group), threads=threads)
 

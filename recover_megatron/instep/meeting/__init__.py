@@ -2,5 +2,5 @@
 
 `rendezvous` calls the other modules: `planner` joins the epoch and computes the epoch's `plan` from the status of each
 worker; `assignment` is this worker's place in the epoch.  `orphan` takes a worker out of its broken replica, `spare`
-keeps a worker without a place in the run.
+joins epochs for a worker without a place.
 """

@@ -33,7 +33,7 @@ class Quotas:
         self._kept: dict[tuple[int, int, bool], list[list[int]]] = {}
 
     def begin(self, decision: Decision) -> None:
-        """Reset the quotas for a new plan: even, except for replicas with a pace in the plan."""
+        """Reset the quotas for a new plan: equal quotas, except for replicas whose pace is in the plan."""
         self._balanced = None
         self.balance.begin(decision.paces)
 
@@ -48,7 +48,7 @@ class Quotas:
         return quotas(total, decision.replicas, speeds=speeds, multiple_of=self.granularity, least=self.least)
 
     def rebalance(self, counts: dict[int, int]) -> None:
-        """Use these counts from the next step until the next plan.  All workers must pass the same counts."""
+        """Use ``counts`` from the next step until the next plan.  All workers must pass the same counts."""
         self._balanced = counts
         self._kept.clear()
 
@@ -118,7 +118,7 @@ class Assignment:
             return self.taken_up, self._epoch_groups, self.replica, self.inner_rank, self.position
 
     def end(self, reason: str) -> None:
-        """Make every operation of the present epoch's groups fail, if these exist; from any thread."""
+        """Make every operation of the present groups, if any, fail; may be called from any thread."""
         if self._epoch_groups is not None:
             self._epoch_groups.end(reason)
 
@@ -138,8 +138,8 @@ class Assignment:
     def committed(self, number: int) -> bool:
         """Return whether decision ``number`` was committed when the present epoch was formed; equal on all members.
 
-        Later commits do not count, even if the session knows them: members that do not know them would repeat the
-        decision without this worker.
+        Later commits do not count, even if the session knows them; otherwise members that do not know them would repeat
+        the decision without this worker.
         """
         return self.committed_by_plan >= number
 
@@ -160,12 +160,12 @@ class Assignment:
 
     @property
     def live(self) -> frozenset[Slot]:
-        """Slots that have a worker.  As long as the decision is the same, this is the same object."""
+        """Slots that have a worker; the same object until the decision changes."""
         return self.slots_of(self.decision)[1]
 
     @property
     def occupants(self) -> dict[Slot, int]:
-        """Slot -> worker in this slot.  As long as the decision is the same, this is the same object."""
+        """Slot -> worker in this slot; the same object until the decision changes."""
         return self.slots_of(self.decision)[0]
 
     def slots_of(self, decision: Decision) -> tuple[dict[Slot, int], frozenset[Slot]]:
@@ -189,7 +189,7 @@ class Assignment:
 
     @property
     def mates(self) -> frozenset[int]:
-        """All workers of this worker's replica, this worker included; empty if this worker has no place."""
+        """All workers of this worker's replica, including this worker; empty if this worker has no place."""
         return frozenset(self.decision.grid[self.replica]) if self.placed else frozenset()
 
     @property
@@ -199,8 +199,7 @@ class Assignment:
 
     @property
     def lost_mates(self) -> list[int]:
-        """Lost workers of this worker's replica, ascending: those that are not in the newest epoch or open
-        rendezvous."""
+        """Workers of this worker's replica that are not in the newest epoch or open rendezvous, ascending."""
         return sorted(self.mates - self._session.opened_members)
 
     # ---- the microbatches
@@ -244,13 +243,14 @@ class Assignment:
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:
-        """Set the plan that ``pending`` returns, whose step other workers have begun; None: no worker has begun a
-        step."""
+        """Set the plan that ``pending`` returns: other workers have begun its step.  None: there is no such step."""
         self._pending = decision
 
     def open_mirror_groups(self, decision: Decision) -> EpochGroups:
-        """Create and return the groups with which this spare mirrors a state in an epoch, at a slot that is in no
-        grid."""
+        """Create and return the groups in which this spare mirrors a state during an epoch.
+
+        In these groups the spare has a slot outside the grid.
+        """
         self._close_groups()
         with self.lock:
             self._epoch_groups = self._groups_of(decision, Slot(-1 - self.me))
@@ -260,7 +260,8 @@ class Assignment:
     def all_heard_of(self, epoch: int) -> Callable[[], None]:
         """Return a function that waits until all workers know that ``epoch`` is over (``CancelToken``).
 
-        Without NCCL the function does not wait: a broken connection makes the operation fail at both ends."""
+        Without NCCL the function does not wait, because a broken connection makes the operation fail at both ends.
+        """
         over_nccl = self._comm_config.over_nccl
         return partial(self._session.wait_all_heard, epoch) if over_nccl else lambda: None
 

@@ -2,9 +2,11 @@
 
     an epoch ends --by a death------> the next epoch
                   '--without a death--> probe the workers to which connections of this worker failed
-                                        after the second epoch at one decision: probe all workers that it may need
-                                        after ``TRUSTED`` epochs: a failed connection counts like a failed probe
-                                        after ``MOST`` epochs: the run ends, and reports why
+                                        after the second epoch at one decision: also probe all workers that this worker
+                                            may need
+                                        after ``TRUSTED`` repeated epochs: a failed connection counts like a failed
+                                            probe
+                                        after ``MOST`` repeated epochs: the run ends, and reports why
 
 If a worker cannot reach another, no plan gives places to both workers (`plan`).  Unreachable workers are probed
 again before every later rendezvous.
@@ -25,10 +27,10 @@ from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 AGAIN_SECONDS = 1.0
 """Seconds for which a worker that was unreachable before is probed again."""
 TRUSTED, MOST = 4, 10
-"""Numbers of epochs at one decision.  After ``TRUSTED`` epochs a failed connection counts as unreachable without a
-probe; after ``MOST`` epochs the run ends."""
+"""Numbers of repeated epochs (``Edges.tries``).  After ``TRUSTED`` repeated epochs a worker counts as unreachable if a
+connection to it failed, without a probe.  After ``MOST`` repeated epochs the run ends."""
 ALL = 256
-"""Greatest size of a run in which a worker probes all others; in larger runs it probes only its column, its
+"""Greatest size of a run in which a worker probes all other workers; in larger runs it probes only its column, its
 replica and the spares."""
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
@@ -52,7 +54,7 @@ class Edges:
     _at: int = field(default=0, init=False)
     _last: Any = field(default=None, init=False)
     tries: int = field(default=0, init=False)
-    """Number of repeated epochs: epochs at the present decision after the first, with the same members."""
+    """Number of repeated epochs: each began at the same decision and with the same members as the epoch before."""
 
     def noticed(self, worker: int) -> None:
         """Record that a connection to ``worker`` broke, although ``worker`` had not closed it."""
@@ -66,7 +68,7 @@ class Edges:
     def look(self, at: int, members: Callable[[], frozenset[int]]) -> tuple[int, ...]:
         """Probe suspected workers, and return the unreachable ones; call it before joining an epoch at decision ``at``.
 
-        ``members``: returns the present members of the run.  Takes at most little more than ``REACH_SECONDS``.
+        ``members``: returns the present members of the run.  Takes little more than ``REACH_SECONDS`` at most.
         """
         alike = at == self._at and self.tries > 0 and set(self._known) == set(members())
         tried = self._suspects | (self._needed() if alike else set())
@@ -77,7 +79,7 @@ class Edges:
         if alike and self.tries >= TRUSTED:
             found |= self._failed
         elif alike and not found:
-            self.pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # the cause is unknown, and may be temporary
+            self.pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # the cause is unknown, and may disappear
         self._unreached = found & members()
         return tuple(sorted(self._unreached))
 
@@ -109,8 +111,8 @@ class Edges:
 
 
 def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str]:
-    """Return log lines about broken edges, and about replicas that these leave without a place; [] if none is
-    broken."""
+    """Return log lines about pairs of workers that cannot connect, and about replicas without a place for this reason;
+    [] if all workers can connect."""
     if not decision.broken:
         return []
 

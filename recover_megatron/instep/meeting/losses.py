@@ -8,11 +8,11 @@ from recover_megatron.instep.decision import Decision, Failure, JoinStatus, Lost
 from recover_megatron.workload.grid import LaunchGrid
 
 READY = "is a spare, and ready"
-"""End of the reason with which a spare asks for an epoch, after "worker N"."""
+"""Reason why a spare asks for an epoch; follows "worker N"."""
 
 
 class Failures:
-    """All losses of a run that one worker knows.  ``grid``: the grid of the launch."""
+    """Losses of a run, as far as one worker knows them.  ``grid``: the grid of the launch."""
 
     def __init__(self, grid: LaunchGrid) -> None:
         self._every: list[Failure] = []
@@ -35,7 +35,7 @@ class Failures:
 
         ``before``: the last plan with a place for this worker.  ``statuses``: statuses of the present members.
         ``seen``: lost worker -> ``phase`` and ``iteration`` of its last heartbeat, as the coordinator reports them.
-        ``left``: workers that left the run in order.
+        ``left``: workers that left the run normally.
         """
         present = {*decision.workers, *decision.spares}
         aside = {int(worker) for worker, last in (seen or {}).items() if last.get("aside")}  # alive, and may come back

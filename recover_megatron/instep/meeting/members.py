@@ -58,7 +58,7 @@ def room(whole: int, waiting: int, launch: LaunchGrid, spares: int) -> int:
 
 
 def most(values: Sequence[str]) -> str:
-    """Return the most frequent value, or the smallest of those if several are equally frequent."""
+    """Return the most frequent value; if several values are equally frequent, the smallest of them."""
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value))
 
@@ -81,7 +81,7 @@ class Members:
         return Shape(self.launch.size, self.launch.tensor_groups, self.rules.cross_node)
 
     def _assembled(self, candidates: Mapping[int, Candidate], whole: Iterable[int] = ()) -> Placement:
-        """Form as many new replicas of ``candidates`` as may be formed in addition to the replicas ``whole``."""
+        """Form as many new replicas of ``candidates`` as ``room`` allows in addition to the replicas ``whole``."""
         there = set(whole)
         most = room(len(there), len(candidates), self.launch, self.rules.spares)
         return assemble(there, candidates, self._shape, len(self.launch.replicas), most)
@@ -133,9 +133,9 @@ class Members:
     def orphans(self) -> tuple[Grid, int | None]:
         """Return the replicas that orphans form if no replica is complete, and the version of their state.
 
-        The version is the newest that orphans hold in all positions, at most one iteration old.  A version that is one
-        iteration old, with which the last step is run again, is used only when all workers that leave the training have
-        reported their state.  Older versions are used only by a rollback (``held``).
+        The version is the newest that orphans hold in all positions.  While some workers are still leaving the
+        training, only the newest version of all is used.  Afterwards a version that is one iteration older may be used;
+        then the last step is run again.  Older versions are used only by a rollback (``held``).
         """
         last = max((status.iteration for status in self.statuses.values()), default=0) - 1
         versions = [version for version in self._versions() if version >= last and not self.missed]
@@ -160,8 +160,7 @@ class Members:
         return sorted((version for version in held if version is not None), reverse=True)
 
     def _of_one(self, versions: Sequence[int]) -> tuple[Grid, int | None]:
-        """Return the replicas formed with the first of ``versions`` that workers hold in all positions, and this
-        version.
+        """Return the replicas of workers that hold the first of ``versions`` found in all positions, and this version.
 
         Without such a version, returns no replicas and None.
         """
@@ -180,7 +179,7 @@ class Members:
         return {}, None
 
     def going_back(self) -> Placement | None:
-        """Form replicas for a rollback, of all ready workers; None: some workers are still leaving the training."""
+        """Form replicas of all ready workers, for a rollback; None if some workers are still leaving the training."""
         if self._coming:
             return None
         ready = {worker: one for worker, one in self.usable().items() if one.ready}
@@ -197,7 +196,7 @@ class Members:
         return most(digests)
 
     def prospects(self, grid: Mapping[int, Sequence[int]]) -> tuple[int, str]:
-        """Return the number of replicas after all workers have followed the plan, and the reason why the state is lost.
+        """Return the number of replicas that the live workers can form, and the reason why the state is lost.
 
         The reason is an empty string if the state is not lost.
         """
@@ -212,7 +211,7 @@ class Members:
         number = len(self.whole) + len(self._assembled(rebuilt, self.whole).replicas)
         if self.whole or grid:
             return max(number, len(grid)), ""
-        # No replica computes.  The state is not lost if orphans hold it, including those that have not arrived yet.
+        # No replica computes.  The state is not lost if orphans hold it, even if they are still leaving the training.
         held = self._coming | {s.position for s in self.statuses.values() if s.ready and s.version is not None}
         if self._coming and len(held) == self.launch.size and first.replicas:
             return len(first.replicas), ""
@@ -261,7 +260,7 @@ def without(
 
 
 def leaving_of(replicas: Mapping[int, Sequence[int]], statuses: Statuses, draining: Sequence[str]) -> frozenset[int]:
-    """Return those ``replicas`` that leave at the next boundary, because they have a worker on a draining node."""
+    """Return the ``replicas`` that leave at the next boundary, because they have a worker on a draining node."""
     return frozenset(leaving(replicas, _nodes(statuses), draining))
 
 

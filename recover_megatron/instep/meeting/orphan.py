@@ -57,7 +57,7 @@ class Orphan:
     at_launch: bool
     _spare: Spare | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)
-    """True if the training is over for this worker, which then ignores that an epoch is revoked."""
+    """True if the training is over for this worker.  Then it ignores the end of an epoch."""
 
     @property
     def orphaned(self) -> bool:
@@ -136,8 +136,8 @@ class Orphan:
         """Wait for a place in the main thread, outside the training; return the decision that gives this worker a
         place.
 
-        ``offer``: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position`` None: this
-        worker can take no place.  Raises ``OtherPosition`` if the worker must build the model of another position,
+        ``offer``: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position=None`` if
+        this worker can take no place.  Raises ``OtherPosition`` if it must build the model of another position,
         ``Drained`` if its node is drained, ``RunOver`` if it will get no place.
         """
         spare = self._spare or self._be_spare("it has no place yet")
@@ -165,7 +165,7 @@ class Orphan:
     # ---- in the session's thread
 
     def revoked(self, epoch: int, reason: str) -> None:
-        """End the present groups, because rendezvous ``epoch`` was opened; 0: this worker is out of the run."""
+        """End the present groups.  ``epoch``: the rendezvous that was opened; 0 if this worker is out of the run."""
         self._planner.why = reason
         epoch_groups, started = self._assignment.present()
         if epoch_groups is not None:
@@ -189,7 +189,7 @@ class Orphan:
             self.leave(f"worker {', '.join(map(str, lost))} of its replica is lost")
 
     def _out(self) -> None:
-        """Make this process exit even if its main thread is stuck in a group: this worker is out of the run."""
+        """Make this process exit, even if its main thread is stuck, because this worker is out of the run."""
         self._hooks.abort_replica(self._assignment.all_heard_of(self._session.epoch))
         code = EXIT_FENCED if self._session.fenced else self._exit_code()
         timer = threading.Timer(LINGER_SECONDS, os._exit, [code])

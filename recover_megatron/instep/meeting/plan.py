@@ -123,9 +123,9 @@ def decide(
 class _Facts:
     """Facts computed from the statuses.  ``everybody``: all statuses.  ``members``: the members that continue.
 
-    ``common``: complete replica, including those that leave -> common status of its workers.  ``at``: newest decision
-    of these replicas.  ``begun``: replicas that have begun ``at``, if this is a step -> their status.  ``boundary``:
-    True if ``at`` is a step that some replica is about to begin, and no replica has begun.
+    ``common``: complete replica (even if it leaves) -> common status of its workers.  ``at``: newest decision of these
+    replicas.  ``begun``: replica that has begun ``at``, if ``at`` is a step -> its common status.  ``boundary``:
+    True if some replica is about to begin step ``at``, and no replica has begun it.
     """
 
     members: Members
@@ -250,7 +250,7 @@ def _version(versions: set[int | None]) -> int | None:
 
 
 def _interval(statuses: Mapping[int, JoinStatus]) -> int:
-    """Return the largest snapshot interval that any worker reports, since some workers may not know the last choice."""
+    """Return the largest snapshot interval that any worker reports, since some workers may not know the newest."""
     return max((status.snapshot_interval for status in statuses.values()), default=0) or FIRST_INTERVAL
 
 
@@ -315,9 +315,9 @@ def _lost(
     rules: Rules,
     paces: Mapping[int, float],
 ) -> dict[int, list[list[int]]]:
-    """Share the lost microbatches of the step under way between the replicas; raise Disagreement if statuses differ.
+    """Distribute the lost microbatches of the step under way to the replicas; raise Disagreement if statuses differ.
 
-    Lost microbatches are in the gradients of no replica.  Returns replica -> for each inner rank, the ids to run.
+    Lost microbatches are in the gradients of no replica.  Returns replica -> for each inner rank, the ids that it runs.
     """
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
@@ -329,7 +329,7 @@ def _lost(
     lost = sorted(set(range(totals.pop())) - set(ran))
     load = {replica: len(status.ran) for replica, status in begun.items()}
     late = {replica: 0 for replica in replicas if replica not in begun}
-    # A replica that has not begun this step has its complete share to run; the others have run theirs, and wait.
+    # A replica that has not begun this step must run its complete share; all others have run their shares, and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
     least, speeds = rules.least * launch.inner_ranks, {replica: 1 / pace for replica, pace in paces.items()}
     return reassign(lost, launch.inner_ranks, replicas, load=before, speeds=speeds, least=least)
@@ -338,9 +338,8 @@ def _lost(
 def _common(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
     """Return the common status of a complete replica; raise Disagreement if its workers' statuses do not agree.
 
-    The workers run in lock-step, so they are at one decision, with one exception: if the coordinator died after it had
-    notified only some workers of a commit, these have begun the next decision, but finished no
-    microbatch of it.
+    The workers run in lock-step, so they are at the same decision, with one exception: if the coordinator died after it
+    had notified only some workers of a commit, these have begun the next decision, but finished no microbatch of it.
     """
     newest = max(statuses, key=lambda status: (status.at, status.step, status.boundary))
     for status in statuses:

@@ -6,10 +6,10 @@ The planner also decides whether the run can continue.  All workers get the same
 decision.
 
 Each worker reports digests of its flags and of its program (`comparison`).  The planner compares these digests before
-it computes the decision, since workers with other flags may use other rules:
+it computes the decision, since workers with different flags may use different rules:
 
-    a newcomer's digests differ             the newcomer asks a worker of the run for its values, logs the differences,
-                                            and exits
+    a newcomer's digests differ             the newcomer requests the run's values from another worker, logs the
+                                            differences, and exits
     a launched worker's digests differ      the run does not begin: all workers exit, and log the differences
 """
 
@@ -81,14 +81,14 @@ class Planner:
     _undone: int = field(default=0, init=False)
     """Value of ``JoinStatus.undone`` for this worker's next status; 0: no rollback is pending."""
     _undone_until: int = field(default=0, init=False)
-    """Number of the last epoch's first decision; when this is committed, a pending rollback has been carried out."""
+    """Number of the last epoch's first decision; when it is committed, a pending rollback has been carried out."""
     _left: frozenset[int] = field(default=frozenset(), init=False)
     finished: bool = field(default=False, init=False)
     """True if some worker has left because the training was over; workers on drained nodes do not count."""
     _checkpoints: tuple[Checkpoint, ...] = field(default=(), init=False)
     """Checkpoints that the members of the last epoch knew."""
     _short_since: float | None = field(default=None, init=False)
-    """Time (``time.monotonic``) since which live workers are too few for a rollback; None: they are enough."""
+    """Time (``time.monotonic``) at which live workers became too few for a rollback; None: there are enough."""
     why: str = field(default="", init=False)
     """Reason why the last epoch ended, from the coordinator."""
     lost: Failure | None = field(default=None, init=False)
@@ -185,7 +185,7 @@ class Planner:
         if different:
             session.give_up(EXIT_REFUSED, f"worker {me} on node {self.node} {different}")
         elif placed:
-            session.wait_revoked(2 * ASKED_SECONDS)  # let the worker that differs report the differences first
+            session.wait_revoked(2 * ASKED_SECONDS)  # let the worker with different flags report the differences first
             session.give_up(EXIT_REFUSED, f"the flags of worker {placed[0]} differ from those of worker {odd.model}")
         if different or placed:
             session.wait_revoked()
@@ -201,7 +201,7 @@ class Planner:
         return statuses
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
-        """Log why a new epoch has begun although no worker died; only the lowest worker with a place logs this."""
+        """If no worker died, log why a new epoch has begun; only the lowest worker with a place logs the reason."""
         if self._assignment.me == min(decision.workers, default=self._assignment.me):
             for line in news(before, decision, self._statuses, self._edges.tries, self.why):
                 log.info(line)
@@ -252,7 +252,7 @@ class Planner:
         """Terminate the run for all workers if it cannot continue; return if it can, or may wait for replacements.
 
         Raises ``NoReplica`` or ``StateLost``, which name the lost workers, if too few replicas are left or the state is
-        lost; ``CoordinatorLost`` if the run makes no progress after ``MOST`` epochs at one decision.
+        lost; ``CoordinatorLost`` if the run makes no progress (``MOST`` repeated epochs at one decision).
         """
         if self._edges.tries >= MOST:
             reason = f"{self._edges.tries + 1} epochs at one decision without a loss; the last epoch ended: {self.why}"

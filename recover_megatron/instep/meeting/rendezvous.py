@@ -57,12 +57,12 @@ class Rendezvous:
         self._join(self._planner.status())
 
     def committed_before_the_end(self, number: int) -> bool:
-        """Wait for the end of the epoch after ``EpochRevoked``; return whether decision ``number`` was committed
-        before.
+        """Wait for the end of the epoch after ``EpochRevoked``; return whether decision ``number`` was committed before
+        this end.
 
         All workers of the epoch get the same answer, since the coordinator sends its commits before it ends the epoch.
-        If the answer is True, this worker must not go to a rendezvous: its model-parallel peers continue with
-        operations inside the replica, which need this worker.  Raises as ``Orphan.stay`` does.
+        If the answer is True, this worker must not join a rendezvous now, because its model-parallel peers continue
+        with operations inside the replica, which need this worker.  Raises as ``Orphan.stay`` does.
         """
         self._orphan.leave_if_broken()
         self._planner.ask()  # no effect if the epoch has ended
@@ -111,8 +111,8 @@ class Boundary:
     def meet_if_wanted(self, prepare: Callable[[], Any]) -> None:
         """Meet the other workers before the next step if a plan or a comparison of states requires it.
 
-        ``prepare`` is called before the meeting, for work that does not need the joining workers; it may consist of
-        sections only.  Raises as ``Rendezvous.meet`` does.
+        ``prepare`` is called before the meeting, for work that must be done without the joining workers; it may run
+        sections.  Raises as ``Rendezvous.meet`` does.
         """
         assignment = self._assignment
         while self._wanted():
@@ -163,7 +163,7 @@ class SavedInputs:
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
-        """Drop all copies, when a section is over or begins."""
+        """Drop all copies; called at the beginning and at the end of a section."""
         self._inputs.clear()
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
@@ -180,7 +180,7 @@ class SavedInputs:
 
 @dataclass(eq=False)
 class Sections:
-    """Runs one worker's sections, again from the start when a worker is lost; called by the main thread."""
+    """Runs one worker's sections, and restarts a section if a worker is lost; called by the main thread."""
 
     _hooks: Hooks
     _progress: ProgressReports
@@ -216,14 +216,14 @@ class Sections:
                 else:
                     self._orphan.check()
                 result = run()
-                # ``run`` may have continued after a failed operation (``Mode.DEFERRED``) of which the session does not
-                # know yet.  So check before ``agree``: a decision that is reported done counts in later epochs, too.
+                # ``run`` may have continued after a failed operation (``Mode.DEFERRED``) before the session received
+                # the revoke.  So check the epoch before ``agree``, whose report counts in later epochs, too.
                 self._orphan.check()
                 if self._assignment.decision.at == number:
-                    # The epoch was formed in the middle of this section.  Reports of earlier epochs still count: the
-                    # section could be committed while one member of a column still runs it again, and needs the other
-                    # members, which have reported it earlier.  So all workers run it again before any reports it.
-                    # Once it is committed, the result of this run counts, even if this worker has not reported it.
+                    # The epoch was formed in the middle of this section.  If a worker reported in an earlier epoch that
+                    # the section is done, this report still counts.  So the section could be committed while some
+                    # worker still runs it again and needs other workers: wait until all have run it again.  Once it is
+                    # committed, the result of this run counts, even if this worker has not reported it done.
                     with self._progress.waiting(kind):
                         self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
                 self._progress.agree(number)
@@ -233,7 +233,7 @@ class Sections:
                 if self._rendezvous.committed_before_the_end(number):
                     return result
                 self._rendezvous.meet(number)
-                if self._assignment.committed(number):  # all workers, this one included, had reported it done
+                if self._assignment.committed(number):  # all workers, including this one, had reported it done
                     return result
                 self.kept.restore()
                 reset()

@@ -7,7 +7,7 @@
                     |--the plan makes it mirror a state------> Mirror          the main thread copies that state
                     |--the run ends, the spare is evicted, or
                     |  its flags differ from the run's-------> RunOver         the main thread terminates the process
-                    |--the spare's node is drained-----------> Drained         the same, and the run continues
+                    |--the spare's node is drained-----------> Drained         the same, but the run continues
                     '--the main thread does not arrive in time-----> the process exits: a stuck worker is of no use
 
 The main thread may still be leaving the training, or be stuck.  Until it calls ``arrive`` the spare is not ready, and
@@ -41,7 +41,7 @@ GRACE_SECONDS = 0.25
 """Seconds for which a spare that joins an epoch waits for its main thread: if this thread arrives later, another epoch
 may be needed."""
 STUCK_SECONDS = 60.0
-"""Seconds after which a main thread that has no task and does not arrive counts as stuck."""
+"""Seconds after which a main thread without a task counts as stuck if it has not called ``arrive``."""
 BUILD_SECONDS = 3600.0
 """Seconds after which a main thread that builds a model counts as stuck."""
 
@@ -58,9 +58,9 @@ Outcome = Decision | Mirror | OtherPosition | RunOver
 
 
 class Spare:
-    """Thread that joins epochs for the spare ``me``, with ``status`` until the main thread arrives.
+    """Thread that joins epochs for the spare ``me``.
 
-    ``leaving``: seconds within which the main thread must arrive.
+    ``status``: status of the spare until the main thread arrives.  ``leaving``: seconds until it must arrive.
     """
 
     def __init__(
@@ -111,9 +111,10 @@ class Spare:
         return outcome
 
     def _with(self, fields: dict[str, Any]) -> JoinStatus:
-        """Return the status with changed ``fields``; ``iteration`` only if it is newer, and of the present timeline.
+        """Return the status with changed ``fields``.
 
-        A field ``iteration`` is newer if the main thread began another iteration after the status was made.
+        ``iteration`` is changed only if it is newer and belongs to the present timeline.  It is newer if the main
+        thread has begun another iteration since the status was created.
         """
         status = replace(self._status, **{name: value for name, value in fields.items() if name != "iteration"})
         same = status.state_of == self._planner.timeline[0]
@@ -150,7 +151,7 @@ class Spare:
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
             news = self._here and not was_here
-            # Keep what other workers have reported: if this is the last worker, it writes the failure report.
+            # Keep facts that other workers reported: if only this worker is left, it writes the failure report.
             self._status = replace(
                 self._status,
                 at=max(self._status.at, decision.at),
@@ -199,7 +200,7 @@ class Spare:
     def _let_them_begin(self) -> None:
         """Wait until the fresh replicas of the present epoch have committed their first step, or the epoch is over.
 
-        An earlier request for a new epoch would interrupt that step.
+        A request for a new epoch before this commit would interrupt the step.
         """
         last = self._last
         if last is not None and last.fresh:

@@ -62,7 +62,7 @@ def pending_rollback(statuses: Mapping[int, JoinStatus], version: int | None) ->
 
 
 def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
-    """Return the end of a message that names the checkpoints that could not be loaded; empty: there are none."""
+    """Return the end of a message that names the checkpoints that could not be loaded; empty if there are none."""
     found = sorted({iteration for status in statuses.values() for iteration in status.unreadable})
     if not found:
         return ""

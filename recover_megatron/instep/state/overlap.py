@@ -5,9 +5,9 @@
                                      '-- the epoch ends --> FETCHING -----------------'
                                                             all missing parts, from any holder
 
-A forward pass is never interrupted, so a worker cannot meet the others during the pass to gather again.  Instead it
+A forward pass is never interrupted, so a worker cannot meet other workers during the pass to gather again.  Instead it
 fetches missing parts from holders.  When all workers have agreed that the update is done, every holder of a unit (the
-owner of a shard and its shadows, see `shards`) has the unit's new parameters in its model.  These do not change before
+owner of a shard and its shadows, see `shards`) has the unit's new parameters in its model.  They do not change before
 all live workers have agreed on the next step, for which every worker needs all parameters.  Until then a thread of any
 holder can send parts, whatever the holder's main thread does and whichever epoch the holder is in.
 
@@ -45,9 +45,9 @@ Part = tuple[int, Span]
 MOST_PARTS = 4096
 """Greatest number of parts in one request to a holder."""
 UNREACHED_SECONDS = 5.0
-"""Seconds of failed connections after which a live holder counts as unreachable."""
+"""Seconds after which a live holder counts as unreachable if no connection to it succeeds."""
 RETRY_SECONDS = 0.02
-"""Seconds between two attempts if no holder answers, and not all holders are known to be lost."""
+"""Seconds between two requests while no holder answers, but some holders may be alive."""
 
 
 class Overlap:
@@ -76,7 +76,7 @@ class Overlap:
         """Number of the step whose update is being gathered."""
         self._published: int | None = None
         self._made: Any = None
-        """CUDA event after which the update is done; None without a GPU (``made_so_far``)."""
+        """CUDA event recorded after the update (``made_so_far``); None without a GPU."""
         self._fetchers: dict[int, Fetcher] = {}
 
     @property
@@ -122,7 +122,7 @@ class Overlap:
         them.
 
         Call it when all workers have agreed on ``update``.  If this worker learnt that from the plan of a later epoch,
-        others may have begun the next step, so the ring is not used, and everything is fetched.
+        other workers may have begun the next step.  Then the ring is not used, and all buckets are fetched.
         """
         recovery = self._recovery
         self._update = update
@@ -155,7 +155,10 @@ class Overlap:
         self._fetch()
 
     def _arrived(self, number: int) -> bool:
-        """Wait until the ring has gathered bucket ``number``; False: it must be fetched.  Raises ``EpochRevoked``."""
+        """Wait until the ring has gathered bucket ``number``; return False if the bucket must be fetched.
+
+        Raises ``EpochRevoked``.
+        """
         handle = self._missing[number]
         if handle is None:
             return False
@@ -169,7 +172,7 @@ class Overlap:
             self.complete(number)
 
     def forget(self) -> None:
-        """Stop serving, and gather no more buckets, because this worker has lost its place."""
+        """Stop serving and gathering parameters, because this worker has lost its place."""
         self.withdraw()
         self._missing.clear()
         self._hang_up()
@@ -267,7 +270,7 @@ class Overlap:
                 raise PeerLost(
                     f"workers {left}, which hold parameters that this worker needs, are unreachable", unreachable=True
                 )
-            time.sleep(RETRY_SECONDS)  # wait until the coordinator reports the holder as dead
+            time.sleep(RETRY_SECONDS)  # retry until a holder answers or is reported dead
 
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
         if worker not in self._fetchers:

@@ -1,4 +1,4 @@
-"""Shards of the optimizer state: which worker of a column holds which shard, and how shards change hands.
+"""Shards of the optimizer state: which worker of a column holds which shard, and transfers between workers.
 
     launch --adopt--> every worker has its shard, none a second copy
                          |
@@ -47,7 +47,7 @@ class Shards:
     _strides_for: Mapping[int, frozenset[str]] | None = field(default=None, init=False)
     _strides: dict[tuple[Column, int], int] = field(default_factory=dict, init=False)
     _gone: set[int] = field(default_factory=set, init=False)
-    """Workers of the layouts that have lost their place since the layouts were made: their shards may be out of
+    """Workers of the layouts that have lost their place since the layouts were created: their shards may be out of
     date."""
 
     @property
@@ -62,13 +62,13 @@ class Shards:
         self.take_up({column: self._layout_with(column, 0, occupants) for column in self._columns})
 
     def take_up(self, layouts: Mapping[Column, AnyLayout]) -> None:
-        """Use ``layouts`` from now on, even if some workers in these are lost."""
+        """Replace the present layouts by ``layouts``, which may contain lost workers."""
         self._layouts = dict(layouts)
         self._gone.clear()
         self.planned()
 
     def forget(self) -> None:
-        """Drop the layouts: this worker has lost its place, so its shards get out of date."""
+        """Drop the layouts, because this worker has lost its place, so that its shards get out of date."""
         self._layouts.clear()
         self._gone.clear()
         self._cuts.clear()
@@ -85,7 +85,7 @@ class Shards:
         self._cuts.clear()
 
     def stale(self) -> bool:
-        """Return whether the layouts must change, because they were made for other workers than the present ones."""
+        """Return whether the layouts must change, because they do not fit the present workers any more."""
         return bool(self._gone) or any(self._layouts[column] != self.wanted(column) for column in self._columns)
 
     def layout(self, column: Column) -> AnyLayout:
@@ -111,7 +111,7 @@ class Shards:
         self._gone |= {*gone, self._assignment.me}
 
     def read(self, value: Any) -> tuple[dict[Column, AnyLayout], frozenset[int]]:
-        """Parse the layouts that ``to_json`` returned; also return the workers in these whose shards are out of
+        """Parse the layouts that ``to_json`` returned; also return the workers of these layouts whose shards are out of
         date."""
         found = map(_from_json, value["layouts"])
         return dict(zip(self._columns, found, strict=True)), frozenset(value["gone"])
@@ -139,7 +139,7 @@ class Shards:
 
     @property
     def live(self) -> frozenset[int]:
-        """Workers that have had a place since the layouts were made, so that their shards are up to date."""
+        """Workers that have kept their place since the layouts were created, so that their shards are up to date."""
         return frozenset(self._assignment.occupants.values()) - self._gone
 
     def lost(self) -> list[int]:
@@ -155,11 +155,10 @@ class Shards:
         return parts.primary(self._layouts[column], unit, self.live) == self._assignment.me
 
     def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], frozenset[int]]:
-        """Return, for each member of a column's ring, the spans of a bucket that it updates; and the distances to
-        shadows.
+        """Return the spans of a bucket that each member of a column's ring updates, and the distances to shadows.
 
-        ``numel``: number of elements of the bucket.  A distance is a number of ring members from a primary to a shadow,
-        to which the sums are sent, too.
+        ``numel``: number of elements of the bucket.  A distance is the number of ring members from a primary to a
+        shadow.  The sums are sent to these shadows, too.
         """
         if (column, numel) not in self._cuts:
             occupants, live, layout = self._assignment.occupants, self.live, self._layouts[column]
@@ -168,10 +167,10 @@ class Shards:
             self._cuts[column, numel] = spans, parts.hops(layout, members, live)
         return self._cuts[column, numel]
 
-    # ---- what changes hands
+    # ---- transfers of shards
 
     def moves(self, column: Column, new: AnyLayout, numel: int) -> list[Move]:
-        """Return the transfers from or to this worker that lead to layout ``new``, in a bucket of ``numel``
+        """Return the transfers from or to this worker that are needed for layout ``new``, in a bucket of ``numel``
         elements."""
         every = parts.moves(self._layouts[column], new, self.live, numel)
         return [move for move in every if self._assignment.me in (move.source, move.target)]
@@ -189,7 +188,7 @@ class Shards:
         ``element_ranges``: (source worker, target worker) -> ranges.  ``give`` returns a tree with the state of ranges
         (``trees.flatten``).  ``receive`` returns the memory for such a tree, and a function to call with the received
         tree.  Every worker offers all its data before it fetches any, so workers cannot wait for each other in a cycle.
-        Raises ``EpochRevoked``; then the received data is incomplete.
+        If this raises ``EpochRevoked``, the received data is incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.occupants.items()}
         me, came, offers = self._assignment.me, 0, dict[int, Offer]()

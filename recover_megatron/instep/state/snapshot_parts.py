@@ -25,7 +25,7 @@ def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def wrong_chunks(tree: dict[str, Any]) -> list[int]:
     """Return the numbers of the chunks of a snapshot whose data do not match their check sums.
 
-    Raises Disagreement if the snapshot has another number of check sums than chunks.
+    Raises Disagreement if the numbers of check sums and chunks differ.
     """
     found = checks_of(flatten(tree["state"])[1])
     if len(found) != len(tree["checks"]):
@@ -40,7 +40,7 @@ class Copy:
         self._text, self.tensors = flatten(tree)
 
     def make(self, place: Place, stay: Callable[[], None]) -> Any:
-        """Return a copy of the tree in host tensors that ``place`` returns; ``stay`` is called often, and raises to
+        """Return a copy of the tree in host tensors that ``place`` returns; ``stay`` is called often, and may raise to
         stop."""
         copied, own = unflatten(self._text, place)
         with torch.no_grad():
@@ -51,7 +51,7 @@ class Copy:
 
 
 def apart(tree: Any) -> Any:
-    """Return a tree from which a state can be loaded: scalar tensors, which an optimizer may keep, are copies."""
+    """Return ``tree`` with copies of its scalar tensors, which an optimizer that loads the tree may keep."""
     text, tensors = flatten(tree)
     left = iter(tensors)
 
@@ -65,7 +65,8 @@ def apart(tree: Any) -> Any:
 def room(before: Any) -> Place:
     """Return a function that allocates host tensors, and reuses the memory of the unused tree ``before`` where it fits.
 
-    New memory takes long to get.  Forked processes do not inherit it: a data loader would keep the old contents alive.
+    Allocating new memory is slow.  Forked processes do not inherit the memory, since a data loader would otherwise keep
+    its old contents alive.
     """
     not_forked = partial(new_memory, advice=mmap.MADV_DONTFORK)
 

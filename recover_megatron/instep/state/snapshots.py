@@ -1,6 +1,7 @@
 """Snapshots in the host memory of one worker: of its own state, and of states of workers in other failure domains.
 
-    begin(V)       in a thread: copy the own state, compute check sums, offer the copy to another worker; fetch others
+    begin(V)       start snapshot V; a thread copies the own state, computes check sums, offers the copy to another
+                   worker, and fetches parts from other workers
     copied         wait until the memory passed to begin(V) may be written again
     finish         wait until all parts for this worker have arrived intact
     mark_complete  called when ``finish`` has returned on all workers: V is complete
@@ -38,7 +39,7 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 FAILED = "failed"
-"""Key, in a tree that replaces a snapshot part, of the reason why the part could not be taken."""
+"""Key of the reason why a snapshot part could not be taken, in the tree that is offered instead of the part."""
 LOOK_SECONDS = 0.05
 """Seconds between two calls of ``stay`` while ``finish`` waits for parts."""
 
@@ -79,7 +80,7 @@ class _Job:
     whole: bool = False
     seconds: float = 0.0
     copied: threading.Event = field(default_factory=threading.Event)
-    """Set when the background thread has read all it needs from the training's memory."""
+    """Set when the background thread does not read the training's memory any more."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def stay(self) -> None:
@@ -163,7 +164,7 @@ class SnapshotStore:
         return dropped
 
     def _give(self, one: Held) -> None:
-        """Offer the part ``one`` to workers that load it for a rollback."""
+        """Offer the part ``one`` to workers that may load it for a rollback."""
         self._comm_config.offers.put(self._key(one.part, one.name), one.offer)
 
     def _key(self, part: int, name: SnapshotName) -> str:
@@ -180,7 +181,7 @@ class SnapshotStore:
     def begin(self, taking: Taking, own: Mapping[int, Any], others: Mapping[int, tuple[int, str]]) -> None:
         """Begin to take a snapshot; the caller must not write to the tensors of ``own`` before ``copied`` returns.
 
-        No snapshot is taken if the epoch is over, which the spare's thread may know before the main thread.
+        No snapshot is taken if the epoch is over; the spare's thread may know that before the main thread.
 
         ``own``: part -> state, for parts that this worker takes itself.  ``others``: part -> (sender, address of the
         sender's peer store), for parts that this worker fetches.
@@ -209,7 +210,7 @@ class SnapshotStore:
             self._job.copied.wait()
 
     def _stop(self) -> None:
-        """Stop the background work; after the return the thread writes to no memory."""
+        """Stop the background work; return when the thread writes to no memory any more."""
         with self._lock:
             if self._job is not None:
                 self._job.stopped = True
@@ -257,8 +258,8 @@ class SnapshotStore:
         ready: Callable[[Callable[[], None]], AbstractContextManager[None]],
         unused: dict[int, Any],
     ) -> None:
-        """Copy this worker's own parts, and offer them.  ``to_copy``: part -> copy to make; None: the part is held
-        already."""
+        """Copy this worker's own parts, and offer them.  ``to_copy``: part -> copy to make; None if the part is already
+        held."""
         given: set[int] = set()
         try:
             with ready(job.stay):
@@ -279,7 +280,7 @@ class SnapshotStore:
         except Stopped:
             raise
         except Exception as error:
-            for part in set(to_copy) - given:  # so that no other worker waits for this part
+            for part in set(to_copy) - given:  # otherwise another worker would wait for this part
                 self._comm_config.offers.put(_on_its_way(job, part), Offer({FAILED: str(error)}))
             raise
 
@@ -297,8 +298,9 @@ class SnapshotStore:
             return next((one for one in self._held if (one.part, one.name) == (part, job.taking.name)), None)
 
     def finish(self, epoch: int, stay: Callable[[], None]) -> tuple[bool, float]:
-        """Wait for the parts of the snapshot begun in ``epoch``; return (whether all have arrived, seconds that it
-        took).
+        """Wait for the parts of the snapshot begun in ``epoch``.
+
+        Returns (True if all parts have arrived, duration of the snapshot in seconds).
 
         ``stay``: called every ``LOOK_SECONDS`` during the wait; raises to stop the wait.
         """

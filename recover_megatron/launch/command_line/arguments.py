@@ -55,7 +55,7 @@ _TORCHRUN_HINTS = {
     "-r": "use --log-dir: the console shows all output, and log files keep it",
     "--tee": "use --log-dir: the console shows all output, and log files keep it",
     "-t": "use --log-dir: the console shows all output, and log files keep it",
-    "--local-ranks-filter": "leave it out; each line begins with the worker's number",
+    "--local-ranks-filter": "leave it out; each line begins with the worker's id",
     "--local-addr": "set RECOVER_HOST to the address at which the other nodes reach this one",
     "--monitor-interval": "leave it out: the kernel reports the end of a worker at once",
     "--start-method": "leave it out: each worker is a separate process",
@@ -91,7 +91,7 @@ class Options:
         "workers on this node; gpu: one per GPU, cpu: one per core, auto: one per GPU, or per core without GPUs",
         metavar="N",
         check=workers_here,
-        default_text="1; with --slurm: the number of its GPUs, if SLURM reports it",
+        default_text="1; with --slurm: the number of the node's GPUs, if SLURM reports it",
     )
     nnodes: int = option(1, "nodes of the launch; start one recover-run on each", metavar="N", check=nodes)
     node_rank: int = option(0, "rank of this node, from 0; node 0 serves the store", metavar="R", check=whole(0))
@@ -126,15 +126,15 @@ class Options:
     )
     rendezvous_timeout: float = option(
         300.0,
-        "time that the launchers of several nodes wait for each other",
+        "longest time that the launchers of several nodes wait for each other",
         metavar="S",
         check=seconds,
         default_text="300",
     )
     max_restarts: int = option(
         0,
-        "with --recover or --elastic: most replacements, in total, that this launcher starts for workers that died "
-        "during the run",
+        "with --recover or --elastic: largest total number of replacements that this launcher starts for workers "
+        "that died during the run",
         metavar="N",
         check=whole(0),
         docs="[get workers back](operations.md#get-workers-back)",
@@ -149,8 +149,8 @@ class Options:
     )
     witness: str = option(
         "auto",
-        "several nodes with a lease: service that confirms, if fewer than half of the workers are left, that the other "
-        "nodes are off: slurm, kubernetes, off; auto: the one that runs this job, if it answers",
+        "several nodes with a lease: slurm or kubernetes, which confirms that lost nodes are off, so that fewer than "
+        "half of the workers may continue; auto: the system that runs this job, if it answers; off: none",
         metavar="KIND",
         check=one_of("auto", "slurm", "kubernetes", "off"),
         docs="[witness](operations.md#survive-the-loss-of-most-nodes)",
@@ -173,7 +173,7 @@ class Options:
         None,
         "with --join: the coordinators of the run",
         metavar="HOST:PORT,...",
-        docs="without it: the script's flag, or the environment",
+        docs="if not given: the script's flag of this name, or the environment",
     )
     world_size: int = option(
         0,
@@ -259,7 +259,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Options, list[str]]:
-    """Read the command line.  Return the options, and the reasons against them (empty: none).
+    """Read the command line.  Return the options, and the reasons why they are refused (empty: none).
 
     ``--help`` and ``--version`` print and exit with 0.  For options that the command line leaves out, torchrun's
     variables in ``environ`` are used, and with ``--slurm`` SLURM's variables.
@@ -307,7 +307,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
 def _divide(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
     """Divide the command line into the launcher's options, as text, and ``script``: SCRIPT and all words after it.
 
-    Return a namespace of both, or None if the division fails; and the reasons against the command line.  If an option
+    Return a namespace of both, or None if the division fails; and the mistakes in the command line.  If an option
     is unknown, ``script`` is empty: the option may or may not take a value, so the position of SCRIPT is unknown.
     """
     try:
@@ -326,7 +326,7 @@ def _divide(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
 
 
 def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
-    """Set an option of ``options`` if it was given.  Raises ValueError, which names the valid values."""
+    """Set an option of ``options`` if it was given.  The ValueError for a wrong value names the valid values."""
     if given is None or (given == "" and flag.option.check is None):
         return
     value: Any = flag.option.check(given) if flag.option.check else given

@@ -35,7 +35,7 @@ SHADOWS = "--recover-shadow-shards 2"
 FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
 NO_SAVE = "no --save"
 MOST_NAMED = 4
-"""Most domains, or ranges of nodes, named in one line of a table."""
+"""Largest number of domains, or of ranges of nodes, that one line of a table names."""
 COUNTED = 64
 """Largest number of workers for which open files were measured.  A larger run is refused only if the limit of open
 files is too low even for this number of workers."""
@@ -59,7 +59,7 @@ class Control:
 class Forecast:
     """Consequences of the loss of each domain.
 
-    ``then[i]`` describes what happens after ``losses[i]``; ``change[i]`` describes the change that would avoid it.
+    ``then[i]`` describes what happens after ``losses[i]``; ``change[i]`` describes a change to avoid that outcome.
     """
 
     losses: list[Loss]
@@ -208,7 +208,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
     )
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     pool = int(omp) if omp.isdecimal() else 1 if here > 1 else len(os.sched_getaffinity(0))
-    # A position has a token, label and index of 8 bytes each and a weight of 4 bytes.  Each loader holds 3 batches.
+    # A sequence element has token, label and index of 8 bytes each, a weight of 4 bytes.  Each loader holds 3 batches.
     mask = 0 if "--no-create-attention-mask-in-dataloader" in found else sequence
     batch = micro * sequence * (28 + mask)
     return Needs(
@@ -221,7 +221,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
 
 
 def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return flag -> values for each given flag of ``names``; the last use of a repeated flag counts."""
+    """Return flag -> values, for the flags of ``names`` that are given; the last use of a repeated flag counts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in dict.fromkeys(names):
         parser.add_argument(name, nargs="*")
@@ -253,7 +253,7 @@ def _no_rollback_reason(script_args: Sequence[str]) -> str:
 def _changes(
     training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int, save: str
 ) -> list[str]:
-    """Return one text per loss: the changes that would avoid it; empty if no state is lost or no change would help.
+    """Return, for each loss, changes that would save the state; empty if no state is lost or nothing would save it.
 
     The function tries which flags avoid the loss of state.  ``save``: flag with which the run could go back to a
     checkpoint; empty if no such flag would help.
@@ -306,7 +306,7 @@ def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_
     if not left:
         return "", ""
     if all(there):
-        return "ends (11): it has all coordinators", "--recover-domain @FILE: spreads them over several domains"
+        return "ends (11): all coordinators are lost", "--recover-domain @FILE spreads them over several domains"
     if not control.lease:
         enough = 2 * left > every if there[0] else 2 * left >= every
         return ("", "") if enough else ("silent: ends (11)", "a lease: a --log-dir that all nodes see")

@@ -64,7 +64,7 @@ def is_known(script: str, script_args: Sequence[str]) -> bool:
 
 
 def saves_checkpoints(script: str, script_args: Sequence[str]) -> bool:
-    """Return whether the script's --save is Megatron's: a folder of checkpoints."""
+    """Return whether the script's --save is Megatron's flag, which names a folder of checkpoints."""
     return is_megatrons(script) or "--recover" in script_args
 
 
@@ -102,9 +102,9 @@ class LaunchPlan:
     log_format: str = "plain"
     """Line format; see ``logger.LineFormat``."""
     max_restarts: int = 0
-    """Most replacement workers that this launcher may start."""
+    """Largest number of replacement workers that this launcher may start."""
     device_test: tuple[str, ...] = ()
-    """Command that tests the device of a replacement before its start; empty: no test (host device, no restarts)."""
+    """Command that tests the device of a replacement before its start; no test if empty (CPU, or no restarts)."""
     device_test_timeout: float = 60.0
     """Time limit of a device test in seconds."""
     first_candidate: int = 0
@@ -114,7 +114,7 @@ class LaunchPlan:
     domains: Domains = ()
     """Domains of each node, if ``--recover-domain @FILE`` lists them (``workload.domains.names``)."""
     witness: str = "off"
-    """Kind of the witness, which confirms that nodes are off: auto, slurm, kubernetes; off: none (leasing.py)."""
+    """Kind of the witness (auto, slurm, kubernetes), which confirms that nodes are off; or off: no witness."""
     spares: int = 0
     """Additional workers that the last node starts."""
     joins: tuple[tuple[str, int], ...] = ()
@@ -164,7 +164,7 @@ class LaunchPlan:
 
     @property
     def saves(self) -> bool:
-        """Return whether the script's --save is Megatron's: a folder of checkpoints."""
+        """Return whether the script's --save is Megatron's flag, which names a folder of checkpoints."""
         return saves_checkpoints(self.target, self.script_args)
 
     @property
@@ -186,7 +186,7 @@ class LaunchPlan:
 
     @property
     def node_name(self) -> str:
-        """Return the name of this node in the run, under which its launcher is known as a node agent."""
+        """Return the name of this node in the run, which is also its launcher's name as a node agent."""
         return f"{self.host}-joined-{self.launch_id}" if self.joins else f"{self.host}-{self.node_rank}"
 
     @property
@@ -238,7 +238,7 @@ def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
         environment[LOG_DIR_VARIABLE] = str(plan.log_dir)
     if sets_omp_threads(plan, inherited):
         environment["OMP_NUM_THREADS"] = "1"
-    if plan.control_plane:  # set early: a script may create process groups before it calls this package
+    if plan.control_plane:  # set here: a script may create process groups before it calls this package
         environment[NCCL2_VARIABLE] = environment.get(NCCL2_VARIABLE) or "0"
     return environment
 
@@ -264,7 +264,7 @@ def worker_variables(plan: LaunchPlan, worker: WorkerProcess, run_id: str) -> di
 
 CANDIDATES = 3
 BACKLOG = 4096
-"""Most connections that wait for accept(); the kernel lowers the number to net.core.somaxconn."""
+"""Largest number of connections that wait for accept(); the kernel lowers the number to net.core.somaxconn."""
 
 Address = tuple[str, int]
 
@@ -286,7 +286,7 @@ class Candidates:
 
 
 class OwnPlace:
-    """Address of this node and, if it hosts a candidate, the candidate's socket.  Raises OSError if that fails."""
+    """Address of this node and, if it hosts a candidate, the candidate's socket.  The constructor may raise OSError."""
 
     def __init__(self, plan: LaunchPlan, other: Address, hosts: bool) -> None:
         """Choose the address on the route to ``other``, another node; ``hosts``: True if this node has a candidate."""
@@ -299,7 +299,7 @@ class OwnPlace:
 
 
 def hosting(plan: LaunchPlan) -> tuple[int, ...]:
-    """Return the nodes that host candidates, in the order in which members try them; prefer different domains."""
+    """Return the nodes that host candidates, in the order in which members try them; the domains differ if possible."""
     nodes = ((plan.first_candidate + number) % plan.nnodes for number in range(plan.nnodes))
     found, left = list[int](), [node for node in nodes if node not in plan.without]
     known = plan.domains if len(plan.domains) >= plan.nnodes else [()] * plan.nnodes
@@ -391,7 +391,7 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
         name = None  # the address is on the loopback interface, for which gloo would take 127.0.0.1
     names = " and ".join(wanted)
     if name is None:
-        return {}, f"no interface of this host has the address {host}: torch and NCCL choose one (or set {names})"
+        return {}, f"no interface of this host has the address {host}: torch and NCCL choose one unless you set {names}"
     chosen = {variable: VARIABLES[variable].format(name) for variable in wanted}
     return chosen, f"workers communicate over the interface {name} ({host}), which is set in {names}"
 
@@ -404,13 +404,13 @@ def addresses_of(host: str) -> set[str]:
 
 @dataclass(eq=False)
 class WorkerEnvironment:
-    """Environment of the workers, created once per launch; call ``add`` with the control plane's variables first."""
+    """Environment of the workers, created once per launch; before ``of``, ``add`` the control plane's variables."""
 
     _plan: LaunchPlan
     _inherited: Mapping[str, str]
     """The launcher's environment."""
     _say: Callable[[str], None]
-    """Logs the chosen interface, and the user's variables that are removed or replaced."""
+    """Function that logs the chosen interface, and the user's variables that are removed or replaced."""
 
     def __post_init__(self) -> None:
         self._shared = launch_environment(self._plan, self._inherited)

@@ -1,8 +1,9 @@
 """Checks of a training's flags before any process is started: they take less than a second, also on a login node.
 
 ``check`` finds mistakes without importing torch or Megatron: wrong names and values of ``--recover-*``; for Megatron's
-scripts also sizes that do not fit the number of workers, numbers that do not divide, and missing files.  It never
-refuses flags that Megatron may accept.  The script itself checks all flags (``megatron_hooks/entry/flags.py``).
+scripts also sizes that do not fit the number of workers, numbers that are not multiples of others, and missing
+files.  It never refuses flags that Megatron may accept.  The script itself checks all flags
+(``megatron_hooks/entry/flags.py``).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama
 
 
 def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
-    """Return the mistakes in the flags of a training of ``world`` workers; each line tells what to change."""
+    """Return the mistakes in the flags of a training of ``world`` workers; each line states what to change."""
     megatrons, recover = is_megatrons(script), "--recover" in script_args
     if {"--help", "-h", "--version"} & set(script_args) or not (megatrons or recover):
         return []
@@ -145,7 +146,7 @@ def _log_dir(script_args: Sequence[str]) -> list[str]:
 
 
 def _faults(config: RecoverConfig, world: int) -> list[str]:
-    """Return the mistakes in ``--recover-inject``; worker ids of ``world`` and above need a run that may grow."""
+    """Return the mistakes in ``--recover-inject``; worker ids from ``world`` on are valid only if the run may grow."""
     try:
         parse_spec(config.inject or "", workers=None if config.max_replicas else world)
     except BadSpec as error:
@@ -238,7 +239,7 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
     if "--save" in given and "--save-interval" not in given:
         found.append("--save needs --save-interval N: save a checkpoint every N iterations")
-    # If the sizes are given, the command line seems to be complete, except for the length.
+    # Report a missing length only if the sizes are given, so that the rest of the command line seems complete.
     if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):
         found.append("the length of the training is missing: give --train-iters N, or --train-samples N")
     return found
@@ -319,7 +320,7 @@ def host() -> tuple[list[str], list[str]]:
     if why := system.lacking("pidfd_open"):
         notes.append(f"{why}. A thread waits for the end of each process instead")
     if why := death_notice.lacking():
-        notes.append(f"{why}. A death is noticed only after its memory is freed, 0.1 to 0.6 s per gigabyte")
+        notes.append(f"{why}. A death is noticed only after the process's memory is freed, 0.1 to 0.6 s per gigabyte")
     if why := system.lacking("memfd_create"):
         notes.append(f"{why}. Rings use TCP even between workers on one host, which is slower")
     return system.refused(), notes
@@ -354,7 +355,7 @@ def limits(script: str, script_args: Sequence[str], world: int, here: int, envir
 def compare(
     needs: Needs, workers: str, files: int, tasks: Sequence[system.TaskLimit], longest: int | None, shared: int
 ) -> Limits:
-    """Compare ``needs`` with the limits of this host, which ``network.system`` reads; ``workers``: text for logs."""
+    """Compare ``needs`` with the limits of this host, which ``network.system`` reads; ``workers``: number in words."""
     reasons: list[str] = []
     notes: list[str] = []
     if files < needs.files:

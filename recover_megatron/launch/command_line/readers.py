@@ -8,7 +8,7 @@ file of that name, recover-run starts the module that was installed with this pa
 
 Other tools describe a launch in the environment::
 
-    PET_NNODES, PET_NODE_RANK, ...        torchrun's defaults of options: used
+    PET_NNODES, PET_NODE_RANK, ...        defaults of torchrun's options: recover-run uses them, too
     RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: unless --nnodes or --slurm is given, the
                                           launch is refused, because each process would train separately
 """
@@ -266,7 +266,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _find_module(module: str) -> ModuleSpec | None:
-    """Look for ``module`` without importing anything, as ``python -m`` would: the current folder first."""
+    """Look for ``module`` where ``python -m`` does, first in the current folder, but import nothing."""
     first, *rest = module.split(".")
     spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path])
     if spec is None and first.isidentifier():
@@ -293,7 +293,7 @@ SIZE_AND_RANK = (
 def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Fill in, from ``PET_*`` variables, options that the command line leaves out.
 
-    Return the used variables by name, and the reasons against a launch in this environment.  With ``--slurm`` or
+    Return the used variables by name, and the reasons why this environment permits no launch.  With ``--slurm`` or
     ``--join``, only the options in TAKEN_HERE are filled in, because the nodes are known from another source.
     """
     elsewhere = namespace.slurm or namespace.join

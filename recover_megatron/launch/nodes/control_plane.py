@@ -2,10 +2,10 @@
 
 On one node, the launcher starts two candidate coordinators on loopback: if one is killed, the workers connect to the
 other.  On several nodes, three launchers start one candidate each (plan.py).  A launcher that joins a running job also
-starts a candidate, which the coordinator announces (membership/admission.py), because all candidates of the launch may
-be lost some day.  A launcher passes the addresses and the job's secret to its workers, and is the node agent of its
-node: it reports how its workers end, and kills workers that the coordinator evicts.  Scripts that never open a session
-with the coordinator are not affected.
+starts a candidate, because all candidates of the launch may be lost some day; the coordinator announces the new
+candidate (membership/admission.py).  A launcher passes the addresses and the job's secret to its workers, and is the
+node agent of its node: it reports how its workers end, and kills workers that the coordinator evicts.  Scripts that
+never open a session with the coordinator are not affected.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in order of preference
     RECOVER_SECRET        the job's secret: the user's, or a random one for this launch
@@ -65,7 +65,7 @@ from recover_megatron.variables import (
 HERE = 2
 """Number of candidate coordinators of a launch on one node."""
 STOPPING_SECONDS = 1.0
-"""Most seconds that a launcher waits for the coordinator's answer after it has reported that a signal stops it."""
+"""Longest wait, in seconds, for the coordinator's answer to the report that a signal stops this launcher."""
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 NOBODY_SECONDS = 10.0
@@ -77,7 +77,8 @@ LOOK_SECONDS = 1.0
 def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple[int, str] | None]:
     """Read the event logs of ``coordinators`` in ``folder``.
 
-    Return whether one of them has ever listened, and the exit code and reason of the run's end (None: none is logged).
+    Return whether one of the coordinators has ever listened, and the exit code and reason of the run's end (None if no
+    end is logged).
 
     An end for lack of a majority is ignored: one side of a partition has ended, and the other side may continue.
     """
@@ -104,7 +105,7 @@ def has_secret(environ: Mapping[str, str]) -> bool:
 def own_address(host: str) -> str:
     """Return the address that the name ``host`` has on this host's interfaces, except loopback.
 
-    Return ``host`` itself if the name has no such address, several of them, or no further address.
+    Return ``host`` itself if the name has no such address, several such addresses, or only one address in all.
     """
     try:
         addresses, found = addresses_of(host), interfaces()
@@ -115,7 +116,7 @@ def own_address(host: str) -> str:
 
 
 def _own_address(others: Sequence[Address]) -> str:
-    """Return this host's address on the route to the first of ``others`` that has a route.  Raises OSError if none."""
+    """Return this host's address on the first route to one of ``others``.  Raises OSError if there is no route."""
     for other in others[:-1]:
         with suppress(OSError):
             return local_address(other)
@@ -139,7 +140,7 @@ class _InMainThread:
 
 @dataclass(eq=False)
 class ControlPlane:
-    """Candidates and node agent of one launcher, which ``open`` creates.
+    """Candidates and node agent of one launcher; ``open`` creates them.
 
     All callbacks are called by the event loop, in the main thread.
     """
@@ -292,7 +293,7 @@ class ControlPlane:
     def end_reported(self) -> bool:
         """Return whether a coordinator has reported the end of the run.
 
-        If False, a code of ``verdict`` only means that no coordinator was reached.
+        If False, an exit code from ``verdict`` only means that no coordinator was reached.
         """
         out = self.agent.out
         return isinstance(out, CoordinatorLost) and out.reported
@@ -357,13 +358,13 @@ class ControlPlane:
             self._loop.call_later(AGAIN_SECONDS, lambda: self._after(wait, callback))
 
     def verdict(self) -> int | None:
-        """Return the exit code of the run that the coordinator decided: 0 if the last members left in order.
+        """Return the exit code that the coordinator decided for the run: 0 if the last members left normally.
 
-        Call it after all workers have ended; it waits up to LAST_WORD_SECONDS for the report.  Return None if the
-        coordinator has decided nothing: either no worker opened a session, or the run ended before its first epoch
-        without a request of a worker.
+        Call it after all workers have ended; it waits up to LAST_WORD_SECONDS for the coordinator's report.  Return
+        None if the coordinator has decided nothing: either no worker opened a session, or the run ended before its
+        first epoch and no worker had requested the end.
         """
-        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have received the verdict before this launcher
+        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have received the decision earlier
         if not self.agent.led and self.agent.out is None:
             return None
         self.agent.wait_out(LAST_WORD_SECONDS)
@@ -373,7 +374,7 @@ class ControlPlane:
         return out.code
 
     def linger(self) -> None:
-        """Wait, for a bounded time, until the coordinator that gave the verdict has exited, if this launcher hosts it.
+        """Wait, for a bounded time, until the coordinator that has ended the run exits, if this launcher hosts it.
 
         Otherwise the coordinator would be killed with the launch, before it has logged the end of the run and, on
         several nodes, before it has reported the end to nodes that are reconnecting.

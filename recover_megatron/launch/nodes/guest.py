@@ -45,7 +45,8 @@ from recover_megatron.script_flags import codes, differences, listed
 
 _AGAIN_SECONDS = 0.25
 UNPROVED_SECONDS = 10.0
-"""Seconds to wait for an authenticated value of ``job``; then an unauthenticated value only explains the refusal."""
+"""Seconds to wait for an authenticated value of ``job``; after that, an unauthenticated value only explains why this
+node is refused."""
 
 
 @dataclass(eq=False)
@@ -71,7 +72,7 @@ class Guest:
         """True after this launcher has connected to the store of node 0."""
 
     def run(self) -> None:
-        """Join the launch, then report that this launcher is live until node 0 ends the launch.
+        """Join the launch; then, until node 0 ends the launch, report regularly that this launcher is live.
 
         If the store is lost, reconnect when it is reachable again.
         """
@@ -104,7 +105,7 @@ class Guest:
                 self._tell(self._events.store_back)
 
     def say(self, store: Store, message: dict[str, Any], ring: bool = True) -> None:
-        """Add the fields of ``message`` to this node's message in the store; ``ring``: also wake node 0."""
+        """Add the fields of ``message`` to this node's message in the store; ``ring``: True to wake node 0, too."""
         key = f"node/{self._plan.node_rank}"
         with self._lock:
             self._message |= message
@@ -114,7 +115,7 @@ class Guest:
             store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
     def refuse(self, reason: str, seconds: float) -> None:
-        """Report to node 0 that this node takes no part; called instead of ``run``.
+        """Report to node 0 that this node does not join the launch; called instead of ``run``.
 
         Raises OSError if node 0's host is unreachable, or its store does not listen within ``seconds``.
         """
@@ -135,7 +136,10 @@ class Guest:
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def _join(self) -> tuple[Store, OwnPlace | None]:
-        """Connect to the store of this start, after the store of an earlier start has gone; call ``_take_part``."""
+        """Connect to the store of this start (the store of an earlier start may still exist), and call ``_take_part``.
+
+        Return the store and the result of ``_take_part``.
+        """
         until = time.monotonic() + self._plan.rendezvous_timeout
         while True:
             try:
@@ -163,7 +167,7 @@ class Guest:
         job = self._job(store)
         own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
         if plan.fault_tolerant:
-            with contextlib.suppress(OSError):  # not an address of this host (NAT): node 0 notices a loss later
+            with contextlib.suppress(OSError):  # no such address here (NAT): node 0 notices the loss of this node later
                 self._door = listen(own.host)
         while True:
             if self._elsewhere(store, job):
@@ -208,7 +212,7 @@ class Guest:
         self._tell(self._events.failed, continues_without(self._plan, why, coordinators), LEFT_OUT)
 
     def _come_second(self, store: Store) -> None:
-        """Stop this launcher, because another launcher was welcomed as this node before.
+        """Stop this launcher, because node 0 has already admitted another launcher as this node.
 
         If the other launcher still writes messages, this launcher is refused.  If the other launcher was lost, the run
         continues without this node.  This launcher writes nothing more, so a message of a live first launcher is
@@ -217,7 +221,7 @@ class Guest:
         plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
         until = time.monotonic() + patience
         first = f"the first launcher of node {plan.node_rank}"
-        self._tell(self._events.note, f"{first} has joined before: waiting {patience:g} s for its next message")
+        self._tell(self._events.note, f"{first} has already joined: waiting {patience:g} s for its next message")
         while time.monotonic() < until:
             if self._obey(store, self._look(store, "end", self._run_id)):
                 return
@@ -251,14 +255,14 @@ class Guest:
         while True:
             job = self._look(store, "job", "")
             if job is None and time.monotonic() > until and store.check([PREFIX + "job"]):
-                job = self._seal.peek(store.get(PREFIX + "job"))  # good for a refusal, never for joining
+                job = self._seal.peek(store.get(PREFIX + "job"))  # may explain a refusal, never used to join
                 if _disagreement(self._plan, job) is None:
                     raise ValueError(f"node 0 does not prove that it has the job's secret: {SHARE_A_SECRET}")
             if job is not None:
                 return {"run_id": job["run_id"], "candidates": list(job["candidates"]), **job}
 
     def _learn_candidates(self, store: Store, own: OwnPlace) -> bool:
-        """Wait for the addresses of the candidates; return False if node 0 ended the launch before."""
+        """Wait for the addresses of the candidates; return False if node 0 ends the launch instead."""
         while True:
             reply = self._next(store, "coordinators")
             if reply:
@@ -278,7 +282,7 @@ class Guest:
         if end is None:
             return False
         if not self._seal.proves and store.check([PREFIX + "everybody"]):
-            self._ignore("end", "its author is not authenticated, and all nodes take part")
+            self._ignore("end", "without a shared secret, it is trusted only until all nodes have joined")
             time.sleep(BEAT_SECONDS)  # the key exists, so ``wait`` would return without waiting
             return False
         without = tuple(map(int, end.get("without", ())))
@@ -308,7 +312,7 @@ class Guest:
                 raise
         except ValueError as error:
             self._ignore(key, str(error))
-            time.sleep(BEAT_SECONDS / 4)  # node 0 writes the true value again, but the store reports no change
+            time.sleep(BEAT_SECONDS / 4)  # node 0 corrects the value, but the store reports no change of a key
         return None
 
     def _ignore(self, key: str, why: str) -> None:
@@ -328,7 +332,7 @@ class Guest:
                 return store if job is not None else None
             run_continues = self._events.run_continues()
             if run_continues and _disagreement(self._plan, job) is not None:
-                return None  # another training has the port of the lost node 0
+                return None  # another training uses the port of the lost node 0
             if int(job["attempt"]) > self._plan.attempt:
                 without = tuple(map(int, job.get("without", ())))
                 self._tell(self._events.failed, "node 0 starts the launch again", START_AGAIN, without)

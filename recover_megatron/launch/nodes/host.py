@@ -35,7 +35,7 @@ LOST_SECONDS = 20.0
 WAITING_SECONDS = 10.0
 """Seconds after which a launcher logs that it waits for other launchers."""
 SEEN_SECONDS = 3.0
-"""Most seconds that node 0, when it ends the launch, waits until all nodes have read ``end``."""
+"""Longest time, in seconds, that node 0 waits, when it ends the launch, until all nodes have read ``end``."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Host:
             for rank in ranks:
                 if (message := self._message_of(rank)) is not None and not self._heard(rank, message):
                     return
-            # Read all messages before this check: if this process was stopped or busy, no node must count as lost.
+            # First read all messages: otherwise live nodes would count as lost after this process was stopped or busy.
             if sweep:
                 swept = time.monotonic()
                 if not self._check_members():
@@ -183,7 +183,7 @@ class Host:
                 return None
             return message
         except Unproved as error:
-            why = f"{error}; if that author is your launcher, {SHARE_A_SECRET}"
+            why = f"{error}; if your launcher wrote it, {SHARE_A_SECRET}"
             self._note(rank, "proof", f"a message for node {rank} is ignored: {why}")
         except (ValueError, TypeError, KeyError) as error:
             self._note(rank, "form", f"a message for node {rank} is ignored: {one_line(error)}")
@@ -304,7 +304,7 @@ class Host:
         return True
 
     def _end(self, reason: str, code: int, without: tuple[int, ...] = ()) -> bool:
-        """End the launch; return False.  ``without``: nodes that the next start leaves out; empty: as in this start."""
+        """End the launch; return False.  ``without``: nodes that the next start leaves out; empty: the same as now."""
         self._tell(self._events.failed, reason, code, without or self._plan.without)
         self._fail(reason, code, without or self._plan.without)
         return False

@@ -34,8 +34,8 @@ from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Pause before the next start of a candidate, in seconds.  The index is the number of the candidate's latest
-consecutive processes that lived less than SOON seconds."""
+"""Pause before the next start of a candidate, in seconds.  The index is the number of the candidate's
+processes, since the last longer-lived process, that have lived less than SOON seconds."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
 """Seconds after a candidate's exit in which the launcher's session usually learns whether the run has ended."""
@@ -108,7 +108,7 @@ class HostedCandidate:
     _command: CandidateCommand
     _listener: socket.socket
     _agent: NodeAgent | NoAgent
-    """Session of the launcher with the coordinator; after the end of the run, no new candidate is started."""
+    """Session of the launcher with the coordinator.  Once it knows the end of the run, no process is started again."""
     _say: Callable[[str], None]
     _timer: Timer | None = None
     _soon: int = 0
@@ -174,14 +174,14 @@ class HostedCandidate:
 
 
 END_SECONDS = 5.0
-"""Most seconds that the exporter has to report the end of the run."""
+"""Time, in seconds, in which the exporter must report the end of the run."""
 MOST_REASON = 2000
-"""Most characters of a reason, so that one write to a pipe never blocks."""
+"""Largest number of characters of a reason, so that one write to a pipe never blocks."""
 
 
 @dataclass(eq=False)
 class ExporterProcess:
-    """Exporter process of this launcher (``status/exporter.py``), which exports metrics and events on request.
+    """Exporter process of this launcher (``status/exporter.py``), which exports metrics and events if requested.
 
     The run does not depend on the exporter: if it cannot be started, or ends, a line is logged and the run continues.
     The exporter runs only on the node whose candidate leads first.
@@ -226,8 +226,8 @@ class ExporterProcess:
     def end(self, how: tuple[int | None, str] | None) -> None:
         """Notify the exporter of the end of the run, and wait up to END_SECONDS until the exporter has reported it.
 
-        ``how``: exit code and reason; None: this launcher does not know them.  The exporter prefers the report of a
-        coordinator, but none leads before the training begins.
+        ``how``: exit code and reason; None if this launcher does not know them.  The exporter prefers the report of a
+        coordinator, but no coordinator leads before the training begins.
         """
         if self._process is not None:
             message = None if how is None else {"code": how[0], "reason": how[1][:MOST_REASON]}

@@ -29,7 +29,7 @@ TRY_SECONDS = 5.0
 
 
 def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
-    """Return the common beginning of the paths of the lease's files on this node; None if the launch has no lease."""
+    """Return the common prefix of the paths of the lease's files on this node; None if the launch has no lease."""
     if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
         return None
     place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
@@ -87,7 +87,7 @@ class LeaseTrial:
             if not isinstance(answer, dict) or answer.get("word") != self._word:
                 reason = answer.get("reason") if isinstance(answer, dict) else None
                 return f"node {rank}: {str(reason or 'it does not see the folder of node 0')[:300]}"
-        if self._path is not None:  # shows nodes that join later that they see the same folder
+        if self._path is not None:  # nodes that join later check that they see this file
             _within(partial(self._path.touch, mode=0o600))
         return ""
 
@@ -96,7 +96,7 @@ class LeaseTrial:
             return f"the run can survive the loss of either half of the workers: the lease is at {self._path}"
         return (
             f"no lease ({why_not}): the loss of half of the workers at once ends the run if the leading coordinator is "
-            "among them"
+            "lost with them"
         )
 
 
@@ -167,7 +167,7 @@ def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) 
 
 
 def agree_on_witness(plan: LaunchPlan, reports: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
-    """Return the scope of the witness for the candidates, and a log line (may be empty), from all nodes' reports.
+    """Return, from all nodes' reports, the scope of the witness for the candidates, and a log line (may be empty).
 
     The scope is None if there is no witness; the line then gives the reason, if one is known.  If the user has
     requested a witness (not AUTO), the caller must then refuse the launch.

@@ -1,4 +1,4 @@
-"""Coordination with the launchers of other nodes: admission to the launch, common failures, and the wait at the end.
+"""Coordination with the launchers of other nodes: admission to the launch, failures, and the wait at the end.
 
 The launchers of a launch exchange messages through the store, under ``recover/launch/``::
 
@@ -22,7 +22,7 @@ one log line.  The launcher that wrote the true value writes it again every BEAT
 the store can only delay a launch.
 
 A node that disagrees with ``job`` is refused before it starts a worker.  If node 0 still waits for that node, the
-launch can never be complete, and node 0 ends it.  A launcher that has refused its command line also notifies the others
+launch can never be complete, so node 0 ends it.  A launcher that has refused its command line also notifies the others
 (``tell_refusal``): node 0 by ``refused`` in ``job``, another node by its refusal in node/R.  Each node of
 ``candidates`` reports the address of its coordinator (plan.py); no worker starts before all nodes know these addresses.
 Node 0 keeps the store up until every node has reported the ends of its workers, or its count has not grown for
@@ -58,11 +58,11 @@ from recover_megatron.membership.records import EXIT_NO_REPLICA, Settings, range
 from recover_megatron.membership.wire import Secret
 
 REPORT_SECONDS = 10.0
-"""Most seconds that a node other than 0 waits at its end until the report to node 0 is in the store."""
+"""Longest time, in seconds, that a node other than 0 waits, before it exits, until its report is in the store."""
 LAST_WORD_SECONDS = 0.5
 """Seconds to wait after the end of another launcher for the last message of that launcher, which may name the cause."""
 FAILURE_SECONDS = 5.0
-"""Most seconds that a launcher spends on notifying the others that it ends the launch."""
+"""Longest time, in seconds, for notifying the other launchers that this launcher ends the launch."""
 
 
 REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
@@ -71,9 +71,9 @@ for the complete notification."""
 
 
 def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
-    """Notify the other launchers, which would wait until the rendezvous timeout, that this launcher takes no part.
+    """Notify the other launchers that this launcher does not join; else they would wait until the rendezvous timeout.
 
-    ``listener``: the store's socket, on node 0.  None: this is another node; it notifies node 0, and node 0 ends the
+    ``listener``: the store's socket, on node 0; None on another node, which notifies node 0, so that node 0 ends the
     launch.  The wait is short, because usually all launchers refuse for the same reason.
     """
     no_events: Any = SimpleNamespace(note=None)
@@ -242,7 +242,7 @@ class Peers:
         for thread in self._telling:
             thread.join(max(0.0, until - time.monotonic()))
 
-    # --- events from its threads (NodeEvents) ---
+    # --- events from the threads (NodeEvents) ---
 
     def accepted(self, run_id: str) -> None:
         if self._timer:
@@ -254,13 +254,13 @@ class Peers:
         self._events.start_workers_if_ready()
 
     def _node_0_silent(self, ended: bool) -> None:
-        if not ended:  # if its launcher has ended, ``store_lost`` reports that
+        if not ended:  # if the launcher of node 0 has ended, ``store_lost`` reports that
             self._gone.add(0)
             self._launcher_lost(f"node 0 (its host has not answered for {self._silence:g} s)")
 
     def welcomed(self, node_rank: int, door: Address) -> None:
         if not self._plan.fault_tolerant:
-            return  # the run must survive a silence of a few seconds, because it cannot continue without the node
+            return  # a few seconds of silence must not end a run that cannot continue without the node
         lost = partial(self._line_ended, node_rank)
         Line(
             self._loop,
@@ -300,7 +300,7 @@ class Peers:
     def node_lost(self, node_rank: int) -> None:
         silent = "its launcher has been silent for too long"
         self._lost.add(node_rank)
-        notice = f"node {node_rank} is lost: {silent}; not waiting for it"
+        notice = f"node {node_rank} is lost: {silent}; this launcher does not wait for it"
         self._launcher_lost(f"node {node_rank} ({silent})", notice, node=node_rank)
         self._node_ended(node_rank)
 
@@ -346,7 +346,7 @@ class Peers:
             self._waiting = False
             self._events.peers_ended()
 
-    # --- its threads ---
+    # --- the threads ---
 
     @staticmethod
     def _run(target: Callable[[], None]) -> threading.Thread:

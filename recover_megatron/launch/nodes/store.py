@@ -2,7 +2,7 @@
 (``Seal``), and the events of the other launchers (``NodeEvents``).
 
 The store's socket listens before any process is started, so no other process can take the port meanwhile, and workers
-that connect early wait in the backlog.  Of launch/, only this module and device_test.py import torch, and only inside
+that connect early wait in the backlog.  In launch/, only this module and device_test.py import torch, and only inside
 functions: the import takes seconds, so it runs in a thread while the workers start.
 """
 
@@ -56,8 +56,8 @@ def serve_store(address: str, listener: socket.socket) -> Store:
 def join_store(address: str, port: int, refused: bool = True) -> Store:
     """Connect to the store of node 0, waiting until its port answers.  Raises RuntimeError or ImportError.
 
-    The wait has no limit: after its deadline the supervisor ignores the calling thread.  ``refused``: also wait while
-    the host refuses connections; False: raise ConnectionRefusedError then.
+    The wait has no limit: after a deadline, the supervisor ignores the calling thread.  ``refused``: True to
+    continue the wait while the host refuses connections; if False, raise ConnectionRefusedError then.
     """
     while True:
         try:
@@ -153,7 +153,7 @@ def resolve(address: str) -> tuple[list[tuple[socket.AddressFamily, str]], str |
 def await_names(option: str, names: Sequence[str], seconds: float, say: Callable[[str], None]) -> str | None:
     """Wait at most ``seconds`` until one of ``names`` can be resolved: the name of a new pod takes a while to appear.
 
-    Return the reason if none can be resolved.  ``option``: flag that gave the names; ``say``: logs once that it waits.
+    Return the reason if none can be resolved.  ``option``: flag that gave the names; ``say``: function that logs.
     """
     until, announced = time.monotonic() + seconds, False
     while (error := _why_unknown(names)) is not None:
@@ -168,7 +168,7 @@ def await_names(option: str, names: Sequence[str], seconds: float, say: Callable
 
 
 def _why_unknown(names: Sequence[str]) -> OSError | UnicodeError | None:
-    """Return the last error of resolving ``names``; None if one can be resolved."""
+    """Return the last error of resolving ``names``; None if at least one name can be resolved."""
     why: OSError | UnicodeError | None = None
     for name in names:
         try:
@@ -193,7 +193,7 @@ def _hides_interface(address: str, ip: str) -> bool:
 def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
     host = socket.gethostname()
     if error.errno == errno.EADDRINUSE and port == 0:
-        return f"no free port on host {host}: stop the programs that use them"
+        return f"no free port on host {host}: stop programs that use many ports"
     if error.errno == errno.EADDRINUSE:
         fix = (
             "leave it out to use a free port"
@@ -274,7 +274,7 @@ class Seal:
             if not isinstance(text, str) or not isinstance(mac, str):
                 raise ValueError("the value does not have the format of a launcher's value")
             if self._key is not None and not connection.proves(mac, self._mac(key, run_id, text)):
-                raise Unproved("its author does not have the job's secret")
+                raise Unproved("its writer does not have the job's secret")
             return json.loads(text)
         except (TypeError, KeyError, RecursionError, UnicodeDecodeError, UnicodeEncodeError) as error:
             raise ValueError("the value does not have the format of a launcher's value") from error

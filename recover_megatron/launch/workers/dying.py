@@ -40,7 +40,7 @@ class Ending:
     """Exit code, or minus the signal number; None if the kernel does not report it yet.  Before Linux 5.17 it is
     reported only when the process has ended."""
     writes_core: bool = False
-    """True if the kernel writes the process's memory to a core before it frees the memory, which may take minutes."""
+    """True if the kernel first writes the process's memory to a core, which may take minutes, and then frees it."""
     must_kill: bool = False
     """True if the process is not dying, and must be killed: it has executed another program, or a bug has ended its
     death-notice thread."""
@@ -70,7 +70,7 @@ def ending(pid: int) -> Ending:
 
 
 def writes_core(pid: int) -> Ending | None:
-    """Return the end of ``pid`` if the kernel writes its core, so that no thread runs user code any more; else None."""
+    """Return the end of ``pid`` if the kernel is writing its core (no thread runs user code any more); else None."""
     with suppress(OSError):
         if "CoreDumping:\t1\n" in _status(pid):
             return Ending(os.waitstatus_to_exitcode(_stat(pid)[2]) or None, writes_core=True)
@@ -123,7 +123,7 @@ class ProcessWatch:
     """Watches one worker's process until it has been reaped.
 
     Calls ``on_dying`` at most once, in the main thread, as soon as the worker is known to be dying; never for a worker
-    that has left the run in order.
+    that has left the run normally.
     """
 
     _loop: EventLoop
@@ -145,7 +145,7 @@ class ProcessWatch:
             self._look(FIRST_LOOK_SECONDS, LOOKS_SECONDS)
 
     def fence(self, end: Ending) -> None:
-        """Send SIGKILL to the worker's process group, or only to the worker if it has a wrapper, which must live.
+        """Send SIGKILL to the worker's process group, or only to the worker if it has a wrapper, which must survive.
 
         While a core is written, send nothing, because SIGKILL would truncate the core.  Raises OSError if SIGKILL
         cannot be sent.

@@ -88,7 +88,7 @@ class FolderLock:
     created the run, and the run's id, by which launchers of other nodes and joining launchers recognize their run.
 
     A launcher can only test the lock by taking it for a moment.  So launchers test it one at a time, while they hold
-    FOLDER/launch.lock.order: no test is mistaken for a run, and no launcher reads a half-written claim.
+    FOLDER/launch.lock.order, so that no test is mistaken for a run, and no launcher reads a half-written claim.
 
     ``take``, ``check``, ``share`` and ``join`` return None, or the reason why the folder cannot be used.
     """
@@ -99,7 +99,7 @@ class FolderLock:
     option: str = "--log-dir"
     """Flag of the command line that names the folder."""
     needed: bool = True
-    """False: if the lock file cannot be opened (the folder is read-only or missing), warn and continue without it."""
+    """If False and the lock file cannot be opened (folder read-only or missing), warn and continue without it."""
     held: bool = field(default=False, init=False)
     run_id: str = field(default="", init=False)
     """Id of the run for which the folder is held."""
@@ -127,7 +127,7 @@ class FolderLock:
         return self._opened(lambda: self._join(own_id))
 
     def end(self, code: int | None, reason: str) -> None:
-        """Record the end of the run that this launcher created; ``code`` None: a new start follows.  Raises OSError."""
+        """Record the end of the run that this launcher created; ``code``: None before a new start.  Raises OSError."""
         if self.held and (claim := self._read()) and claim.is_by(self.own):
             self._write(replace(claim, ended=True, code=code, reason=reason[:LONGEST_REASON]))
 
@@ -135,7 +135,7 @@ class FolderLock:
         """Return the reason if a run uses the folder, else None; create no file in an unused folder."""
         return self._opened(lambda: self._join("")) if (self.folder / LOCK_FILE).exists() else None
 
-    # ---- inside
+    # --- implementation ---
 
     def _opened(self, attempt: Callable[[], str | None]) -> str | None:
         if self._without:
@@ -217,7 +217,7 @@ class FolderLock:
         return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def _flock(self, descriptor: int, kind: int) -> bool:
-        """Change the lock to ``kind``.  Return False if another lock prevents it; True if the disk has no locks."""
+        """Change the lock to ``kind``; return False if another lock prevents that, True if the disk has no locks."""
         try:
             fcntl.flock(descriptor, kind)
         except BlockingIOError:
@@ -286,7 +286,7 @@ class SecretFile:
 
 def _write_secret(path: Path, secret: str) -> None:
     if not _may_replace(path):
-        raise FileExistsError(0, "a file of that name exists that no launch has written")
+        raise FileExistsError(0, "a file of that name, which no launch has written, exists")
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -347,7 +347,7 @@ class WorkersFile:
     def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
         """Merge all ``workers`` of this launcher into the file; wait for the write unless the disk is slow or fails."""
         self._latest = (run_id, {worker.worker_id: asdict(worker) for worker in workers})
-        if self.writing.left < 2:  # at most one job that writes now, and one that will write the latest state
+        if self.writing.left < 2:  # one job may write now; a second job will write the latest state
             self.writing.submit(self._write, 1)
         self.writing.wait_done()
 

@@ -109,7 +109,7 @@ class EventLoop:
             heapq.heappop(self._timers)
         timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
         for key, _ in self._selector.select(timeout):
-            # An earlier callback of this round may have unwatched the descriptor, and its number may be reused by now.
+            # An earlier callback may have unwatched the descriptor, and its number may be reused by now.
             current = self._selector.get_map().get(key.fd)
             if current is not None and current.data is key.data:
                 self._call(key.data, errors)

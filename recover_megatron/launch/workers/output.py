@@ -38,10 +38,10 @@ class Sink:
     A thread writes, so that no terminal (Ctrl-S), pipe (``| less``), or file on a hanging file system ever blocks the
     launcher.  The queue is bounded::
 
-        TAKING --more than MOST_PENDING waits--> FULL --half of MOST_PENDING is left--> TAKING
+        TAKING --more than MOST_PENDING waits--> FULL --only half of it waits--> TAKING
                                                   | after PAUSE_SECONDS (the console calls ``drop``)
                                                   v
-                                               DROPPING --half is left--> TAKING, reports the number of dropped lines
+                                               DROPPING --only half waits--> TAKING, reports the number of dropped lines
 
     While the sink is FULL, the workers' pipes are not read, so a slow reader loses nothing.  This lasts at most
     PAUSE_SECONDS, because a worker that blocks in ``print`` hangs.
@@ -87,7 +87,7 @@ class Sink:
             self._full |= self._size > MOST_PENDING
             if self._thread is None:
                 thread = threading.Thread(target=self._write, name="recover-launch-console", daemon=True)
-                with contextlib.suppress(RuntimeError):  # the next line tries again
+                with contextlib.suppress(RuntimeError):  # the next ``put`` tries to start the thread again
                     thread.start()
                     self._thread = thread
             self._news.notify_all()
@@ -178,7 +178,7 @@ STALL_SECONDS = 5.0
 """Seconds that the launcher waits before its exit if its output is not read."""
 LONGEST_LINE = 64 * 1024
 LONGEST_LAST = 300
-"""Most bytes kept of a worker's last line."""
+"""Largest number of bytes that are kept of a worker's last line."""
 _READ = 64 * 1024
 _MOST_DRAINED = 4 * 1024 * 1024
 _MOST_UNWRITTEN = 16 * 1024 * 1024

@@ -69,7 +69,7 @@ def spawn(
     """Start ``command`` in a new session, as a process that the kernel kills when the calling thread ends.
 
     Call it from the main thread: the parent-death signal follows the thread.  stdin is /dev/null; of the caller's other
-    descriptors, the process inherits only ``inherit``.  ``deaf``: True: the process starts with ``DEAF_TO`` blocked.
+    descriptors, the process inherits only ``inherit``.  ``deaf``: True to start it with ``DEAF_TO`` blocked.
     Returns the pid and a pidfd.  Raises OSError, and leaves no process, if the process cannot be started or watched.
     """
     for descriptor in inherit:
@@ -95,7 +95,7 @@ def spawn(
 def spawn_leader(command: list[str], environment: Mapping[str, str], **options: Any) -> int:
     """Start ``command``, a Python program, as the leader of a new session.  Return its pid; raises OSError.
 
-    ``options``: arguments of posix_spawn.  The program must call ``lead_session``: some Pythons cannot set a session.
+    ``options``: arguments of posix_spawn.  The program must call ``lead_session``: posix_spawn may not set the session.
     """
     try:
         return os.posix_spawn(command[0], command, environment, setsid=True, **options)
@@ -159,7 +159,7 @@ class Child:
     ) -> None:
         """Watch the child.  ``started``: pid and pidfd; ``on_end`` receives the exit code, or minus the signal.
 
-        ``with_group``: True: before the child is reaped, its complete process group is killed.
+        ``with_group``: True to kill the child's complete process group before the child is reaped.
         """
         self.pid, self._pidfd = started
         self._loop = loop
@@ -290,8 +290,8 @@ def tracks_resources(pid: int) -> bool:
 def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> set[Process]:
     """SIGKILL the processes that ``find`` returns, until it returns no new process.  Return the signalled processes.
 
-    Killed processes may take a moment to disappear; processes that were forked meanwhile are found in the next round.
-    ``trackers``: True: also kill resource trackers; False: let them finish their work.
+    Killed processes may take a moment to disappear; their newest children are found by the next call of ``find``.
+    ``trackers``: True to also kill resource trackers; False to let them finish their work.
     """
     signalled: set[Process] = set()
     for _ in range(_MOST_ROUNDS):
@@ -308,8 +308,8 @@ def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> 
 def kill_until_none_left(find: Callable[[], list[Process]], timeout: float) -> list[Process]:
     """SIGKILL the processes that ``find`` returns and wait until none is left, at most ``timeout`` seconds.
 
-    Returns the processes that are left.  None is left if ``find`` returns nothing twice: during exec, a process has no
-    environment for a moment.  Resource trackers have TRACKER_SECONDS to exit.
+    Returns the processes that are left.  The list is empty if ``find`` has returned nothing twice; once is not enough,
+    because during exec a process has no environment for a moment.  Resource trackers have TRACKER_SECONDS to exit.
     """
     began = time.monotonic()
     deadline = began + timeout
@@ -394,9 +394,9 @@ class Subreaper:
             if ended is None:
                 return
             if ended.si_pid in _own_children:
-                self.due = True  # waitid reports only this zombie: look again after its own callback has reaped it
+                self.due = True  # waitid reports only this zombie: look again when the child's callback has reaped it
                 return
-            # A library may start processes in another thread (as torch's import does), and may reap them before this.
+            # A library may start processes in another thread (as torch's import does), and may reap them first.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(ended.si_pid, 0)
 
@@ -409,11 +409,11 @@ class Subreaper:
 START_AGAIN = -1
 """Value that replaces the exit code of a launch if all launchers must start again."""
 AGAIN_SECONDS = 30.0
-"""Most seconds that launchers wait for each other after a new start: all launchers were live a moment before."""
+"""Longest time, in seconds, that launchers wait for each other after a new start: all were live a moment before."""
 
 
 def take_attempt() -> int:
-    """Return the number of earlier attempts to start, and remove the variable, which no process must inherit."""
+    """Return the number of earlier attempts to start, from a variable that is removed: no process must inherit it."""
     text = os.environ.pop(ATTEMPT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
 
@@ -443,7 +443,7 @@ def start_again(attempt: int) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in map(int, os.listdir("/proc/self/fd")):  # the limit of descriptors may be a billion
+    for number in map(int, os.listdir("/proc/self/fd")):  # only open descriptors: the limit may be a billion
         if number > 2:
             os.closerange(number, number + 1)  # no error if the descriptor is closed already
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {ATTEMPT_VARIABLE: str(attempt), **os.environ})

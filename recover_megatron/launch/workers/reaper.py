@@ -6,12 +6,12 @@ even by SIGKILL, the kernel closes the launcher's end::
     WATCHING --end of file--> KILLING --no process is left--> exit
        `--message "+PID", with the pipes of a worker's output: the worker's session began; "-PID": it ended
 
-The reaper runs in a separate session, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and blocks
-the signals that request termination from its first moment.  The launcher replaces a killed reaper.  When a worker has
+The reaper runs in a separate session, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and from
+its first moment blocks the signals that request termination.  The launcher replaces a killed reaper.  When a worker has
 ended, and at the end of the launch, the reaper removes the socket folders that multiprocessing has left.
 
 The reaper also reads the workers' output in place of a launcher that is stopped (Ctrl-Z, a debugger) or blocked in the
-kernel (``StandIn``): a pipe takes 64 KiB, and a worker that prints more would block.  For that, the reaper also holds
+kernel (``StandIn``): a pipe buffers 64 KiB, and a worker that prints more would block.  For that, the reaper also holds
 the reading ends of the pipes.  When the launcher runs again, the reaper sends the number of dropped lines, as "PID
 LINES"::
 
@@ -48,7 +48,7 @@ from recover_megatron.network.system import memory_file, remove_sockets
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
 MISSED = 6
-"""Number of checks without a new beat after which the launcher counts as stopped.  The number of seconds would
+"""Number of checks without a new beat after which the launcher counts as stopped.  A number of seconds would
 mislead, because the reaper may have been stopped, too."""
 RELIEF_SECONDS = 0.05
 _AT_ONCE = 4096
@@ -160,7 +160,7 @@ class Reaper:
     def _start(self) -> None:
         """Start a reaper and send it all sessions.  Raises OSError if it cannot be started."""
         self._channel, reaper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The reaper must not have the launch id, or it would kill itself.  Some Pythons need LD_LIBRARY_PATH.
+        # The reaper must not have the launch id, or it would kill itself.  Some builds of Python need LD_LIBRARY_PATH.
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         environment = {"PATH": os.defpath, **kept}
         try:
@@ -191,7 +191,7 @@ class Reaper:
         """Send ``message`` and ``pipes`` to the reaper; ignore errors.
 
         If the reaper was killed, its pidfd soon shows that, and the next reaper receives all sessions.  If the message
-        is lost otherwise, the reaper still finds the workers by their environment.
+        is lost for another reason, the reaper still finds the workers by their environment.
         """
         with contextlib.suppress(OSError):
             socket.send_fds(self._channel, [message.encode()], pipes)

@@ -80,7 +80,7 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
 def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) -> int:
     """Return the exit code of a launcher whose run was finished.
 
-    ``outcomes``: ends of this launcher's workers that left the run in order.
+    ``outcomes``: ends of those workers of this launcher that had left the run normally.
 
     ``only_node``: True if no other launcher has workers of the run.  The first row that fits decides:
 

@@ -22,8 +22,8 @@ all workers except 0 .. W-1 as newcomers: it admits them during the run, when th
 
 If replacements fail one after the other with the same message (a folder that cannot be written), or are killed by the
 same signal before they have a place in the training (out of memory), they would use up --max-restarts within a minute.
-So from the second such failure on, each replacement waits twice as long as before, and the last replacement is reserved
-for another cause.
+So from the second such failure on, each replacement waits twice as long as the previous one, and the last
+replacement is reserved for another cause.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
-"""Pause before the start of a replacement after two consecutive replacements have failed in the same way, and longest
-pause, in seconds."""
+"""First and longest pause, in seconds, before the start of a replacement after consecutive replacements have failed in
+the same way."""
 JOIN_SECONDS = 60.0
 
 
@@ -230,7 +230,7 @@ class Successors:
 
 @dataclass(eq=False)
 class LateNewcomers:
-    """Kills newcomers without a place when the run ends; without that they would wait for ever for a message.
+    """Kills newcomers without a place when the run ends; otherwise they would wait for ever.
 
     In a run with --elastic, this object also logs each newcomer that has not joined the run JOIN_SECONDS after its
     start.
@@ -250,7 +250,7 @@ class LateNewcomers:
         self.look()
 
     def already_logged(self, worker: WorkerProcess) -> bool:
-        """Return whether this object has killed ``worker``, so that the end of the worker was logged."""
+        """Return whether this object has killed ``worker``, and has therefore logged the worker's end already."""
         return worker.worker_id in self._killed
 
     def started(self, worker: WorkerProcess) -> None:

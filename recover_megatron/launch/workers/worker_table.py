@@ -55,7 +55,7 @@ class WorkerTable:
     _on_exit: Callable[[WorkerProcess], None]
     """Callback for a worker whose process has ended; the callback calls ``reap`` and ``close``."""
     _on_dying: Callable[[WorkerProcess, Ending], None]
-    """Callback for a dying worker, called before ``_on_exit``; not called if the worker has left the run in order."""
+    """Callback for a dying worker, called before ``_on_exit``; not called if the worker has left the run normally."""
 
     def __post_init__(self) -> None:
         self._reaper.dropped = self._output_dropped
@@ -139,7 +139,7 @@ class WorkerTable:
         self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log, watch)
         watch.begin(pid)
         self._reaper.add_session(pid, [stream.pipe for stream in streams])
-        # The loop reads the output from its next round on; before that, the supervisor updates workers.json.
+        # The loop reads the output from its next iteration on; before that, the supervisor updates workers.json.
         self._console.read(streams)
         self._loop.watch(handles.pidfd, partial(self._on_exit, worker))
         return pid
@@ -241,7 +241,7 @@ class Shutdown:
     _given_up: Callable[[], None]
 
     def begin(self, grace: float, *, at_once: bool) -> None:
-        """Send SIGTERM now and SIGKILL after ``grace`` seconds; ``at_once``: True: send SIGKILL now, too."""
+        """Send SIGTERM now and SIGKILL after ``grace`` seconds; ``at_once``: True to send SIGKILL now, too."""
         running = self._table.running
         if at_once:
             self._table.signal(running, signal.SIGKILL)

@@ -3,7 +3,7 @@
     SAVE/attempt_0000008_TERM_EPOCH_DECISION/...  --all parts written-->  SAVE/iter_0000008/...  --> the tracker file
 
 If a worker is lost, the attempt ends and the survivors begin another attempt in another folder.  An evicted worker may
-write even hours later, when its host wakes up, but only into the folder of the attempt that has ended.  Attempts are
+still write hours later, when its host wakes up, but only into the folder of the attempt that has ended.  Attempts are
 never loaded, because the tracker file names an ``iter_`` folder.  The next attempt removes folders of ended attempts.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 _NAME = re.compile(r"attempt_(\d{7,})_([0-9a-f]+)_(\d+)_(\d+)(\.replaced)?")
 
 _NO_RENAMING = (errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EMFILE, errno.ENFILE)
-"""Error numbers of file systems that cannot rename a folder, or a folder with many files; the files are then copied."""
+"""Errors of a file system that cannot rename a folder, or a folder with many files.  The files are copied instead."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def publish(folder: str, final: str) -> None:
 
 
 def clean(parent: str, attempt: Attempt, keep: Collection[Attempt]) -> None:
-    """Remove the folders in ``parent`` of attempts before ``attempt``, except the attempts ``keep``."""
+    """Remove from ``parent`` the folders of all attempts that ``attempt`` follows, except the attempts ``keep``."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(parent)):
             if found := _NAME.fullmatch(name):
@@ -95,7 +95,7 @@ def _move(folder: str, final: str) -> None:
 
 
 def discard(path: str) -> None:
-    """Remove ``path`` and ignore errors: an evicted worker may write a file into it, which the next attempt removes."""
+    """Remove ``path`` and ignore errors.  If an evicted worker then adds a file, the next attempt removes ``path``."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -3,13 +3,13 @@
 Each worker has a writer process for asynchronous checkpoints.  In three cases Megatron would wait forever for this
 process:
 
-dead            The OOM killer has killed the writer, or a part could not be written (Megatron reports only an error in
-                the part that is written without a thread).  The waiting worker then gets ``WriterDied``
+dead            The OOM killer has killed the writer, or a part could not be written and the writer has exited (Megatron
+                reports the error only if it wrote the part without a thread).  The waiting worker gets ``WriterDied``
 stopped         A debugger or a SIGSTOP has stopped the writer or its manager process, which keeps the results until
                 the worker fetches them.  After the hang timeout the worker gets ``WriterStopped``
-without work    If a worker has no part in a checkpoint, Megatron gives its writer no work, but waits for the writer if
-                it has written an earlier checkpoint.  This happens with --recover, because the set of workers that
-                write depends on the number of replicas.  The writer then gets a request to do nothing
+without work    If a worker has nothing to write in a checkpoint, Megatron gives its writer no work, but waits for the
+                writer if that has written an earlier checkpoint.  This happens with --recover, because the set of
+                workers that write depends on the number of replicas.  The writer then gets a request to do nothing
 
 The results of every checkpoint pass through the manager process.  A manager that is dead or has lost its socket file is
 replaced.
@@ -47,15 +47,15 @@ POLL_SECONDS = 0.05
 
 
 class WriterDied(Exception):
-    """Exit of this worker's writer process.  If an exception ended the process, it has logged the exception."""
+    """Exit of this worker's writer process.  If an exception ended the process, the process has logged it."""
 
 
 class WriterKilled(WriterDied):
-    """Death by a signal of this worker's writer process or its manager, which counts as a fault of the host."""
+    """Death of this worker's writer process or manager process by a signal, which counts as a fault of the host."""
 
 
 class WriterStopped(WriterKilled):
-    """Stop (SIGSTOP) of this worker's writer process or its manager for longer than the hang timeout."""
+    """Stop (SIGSTOP) of this worker's writer process or manager process for longer than the hang timeout."""
 
 
 class Watch:
@@ -66,7 +66,10 @@ class Watch:
         self._since: dict[int, float] = {}
 
     def running(self, *processes: Any) -> bool:
-        """Return False if the manager or one of ``processes`` is stopped; raise ``WriterStopped`` after ``seconds``."""
+        """Return False if the manager or one of ``processes`` is stopped.
+
+        Raises ``WriterStopped`` if it has been stopped for more than ``seconds``.
+        """
         now = time.monotonic()
         stopped = [each.pid for each in (*processes, manager()) if each is not None and is_stopped(each.pid)]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
@@ -87,13 +90,13 @@ watch = Watch()
 
 
 def manager() -> Any:
-    """Return the manager process, which keeps a writer's results until the worker fetches them; None: there is none."""
+    """Return the manager process, which keeps a writer's results until the worker fetches them; None if none runs."""
     queue = filesystem_async._results_queue
     return None if queue is None else queue._manager._process
 
 
 def without_a_lost_manager() -> None:
-    """Forget a manager that is dead, or kill one that stays stopped, so that the next checkpoint starts another."""
+    """Forget a dead manager process, or kill one that stays stopped, so that the next checkpoint starts a new one."""
     process = manager()
     try:
         watch.wait()
@@ -109,7 +112,7 @@ def _forget_dead_manager() -> None:
 
 
 def without_lost_sockets() -> None:
-    """Replace multiprocessing's listeners whose socket files were removed from TMPDIR, between two checkpoints.
+    """Replace multiprocessing's listeners whose socket files are gone from TMPDIR.  Called between two checkpoints.
 
     Python does not notice the removal, so the writer process would fail to connect in the next checkpoint.  If a
     listener cannot be replaced, a warning is logged, and the next checkpoint reports the error.
@@ -127,7 +130,7 @@ def without_lost_sockets() -> None:
         if os.stat(folder).st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "the folder belongs to another user", folder)
         if sharer._address in lost:
-            # An empty file in place of the socket, because Python removes this path at exit.
+            # Create an empty file in place of the socket, because Python will remove this path at exit.
             os.close(os.open(sharer._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     except OSError as error:
         log.warning(f"cannot replace socket files in TMPDIR, so the next checkpoint may fail: {error}")
@@ -161,7 +164,7 @@ def install(parts: Parts) -> None:
 
 
 def nothing() -> None:
-    """Do nothing: the task of a writer process whose worker has no part in a checkpoint."""
+    """Do nothing: the task of a writer process whose worker has nothing to write in a checkpoint."""
 
 
 def _schedule(original: Callable[..., None]) -> Callable[..., None]:
@@ -172,7 +175,7 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
             self.process = self._get_process(dist.get_rank())
         if not self.process.is_alive():
             raise _died(self.process)
-        # The original waits in this queue's join(): an instance attribute shadows the class's queue during the call.
+        # The original waits in join() of the class's queue, so an instance attribute shadows that queue in the call.
         self._persistent_preload_q = _Preloading(self._persistent_preload_q, self.process)
         try:
             original(self, async_req)
@@ -184,7 +187,7 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
 
 def _is_done(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_current_async_call_done(self: Any, blocking: bool = False, no_dist: bool = False) -> bool:
-        # The original would wait forever for a dead process; it does not wait if ``cur_item`` is set here.
+        # The original would wait forever for a dead process.  It does not wait if ``cur_item`` is set already.
         while self.process and self.cur_item is None:
             watch.running(self.process)
             alive = self.process.is_alive()  # read before the queue: the process may report its result and then exit
@@ -259,11 +262,11 @@ def wait(caller: Any) -> None:
 
 
 _WORKER_FAILURE = "Worker failure: "
-"""Text in Megatron's error that precedes the error of a writer."""
+"""Text that precedes a writer's error in the message of Megatron's error."""
 
 
 class PartFailed(Exception):
-    """A part of a checkpoint cannot be written.  ``own``: True if only this worker failed, and others could write."""
+    """A part of a checkpoint cannot be written.  ``own``: True if other workers could write their parts."""
 
     def __init__(self, message: str, *, own: bool) -> None:
         super().__init__(message)
@@ -271,7 +274,7 @@ class PartFailed(Exception):
 
 
 class Parts:
-    """Exchange of errors in the parts of a checkpoint, on one worker.
+    """Exchange of the errors that workers meet when they write their parts of a checkpoint.
 
     If a part cannot be written, Megatron reports to all workers only that some part is missing.  Only the planning
     worker learns which worker failed, and no worker learns the error.  With ``share_failures`` all workers learn both.
@@ -280,7 +283,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._idle = False
-        """True if this worker had nothing to write in the last checkpoint, so it is unknown whether it can write."""
+        """True if this worker had nothing to write in the last checkpoint, so its ability to write is unknown."""
 
     def noting_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def retrieve_write_results(self_: Any) -> Any:
@@ -295,7 +298,7 @@ class Parts:
     def share_failures(self, manager: Manager) -> Iterator[None]:
         """Context in which a failed part raises ``PartFailed`` on the workers that failed, and makes them exit.
 
-        The other workers wait for these exits, which raise ``EpochRevoked`` there.  If no worker could write, all
+        The other workers wait for these exits, which raise ``EpochRevoked`` on them.  If no worker could write, all
         workers raise ``PartFailed``.  All workers of the epoch must enter the context.
         """
         self._idle = False
@@ -340,16 +343,17 @@ def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
-    """Run ``save``, and put the text of the first write error into ``results``.
+    """Run ``save``, and put its result or, if a write failed, the text of the first error into ``results``.
 
-    Megatron itself would report only the error's type, or the process would exit.  May run in the writer process.
+    Megatron itself would report only the error's type, or the process would exit.  The writer process may
+    call this function.
     """
     write_one, met = FileSystemWriterAsync.write_preloaded_data, list[str]()
 
     def look(written: Any, file: str) -> None:
         if isinstance(error := written[1], Exception):
             forget_variables(error)
-            while before := error.__cause__ or error.__context__:  # the first error of the chain
+            while before := error.__cause__ or error.__context__:  # find the first error of the chain
                 error = before
             met.append(f"{signature(error)} (in {file})")
 

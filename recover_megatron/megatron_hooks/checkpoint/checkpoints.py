@@ -58,7 +58,7 @@ _WRITERS = (
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Arguments of Megatron that a checkpoint contains, and that a skipped iteration or an evaluation changes."""
 _LOST = object()
-"""Result of a section that abandoned the last checkpoint before the state changed: the state must be saved again."""
+"""Result of a section that abandoned the last checkpoint before the state changed, so the state must be saved again."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class UnderWay:
 class Checkpoints:
     """The checkpoints of one worker.
 
-    ``trained``: returns the parts of the trained model, or None.  ``manager``: returns the manager, or None until the
-    training begins; until then Megatron saves checkpoints without this class.
+    ``trained``: function that returns the parts of the trained model, or None.  ``manager``: function that returns the
+    manager, or None before the training begins; until then Megatron saves checkpoints without this class.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Checkpoints:
         self._lost = False
         """True if any worker has abandoned the last asynchronous checkpoint."""
         self._again: tuple[int, Callable[[], Any]] | None = None
-        """(last iteration that was saved asynchronously, function that saves it again); None: no such iteration."""
+        """(iteration of the last asynchronous save, function that saves it again); None before the first such save."""
         self._source = "save"
         """Source of the folder in the present attempt: ``save`` or ``non_persistent``."""
         self.complete: Sequence[Checkpoint] = ()
@@ -135,7 +135,7 @@ class Checkpoints:
             def run() -> Any:
                 nonlocal begun
                 manager.inject("checkpoint")
-                if begun:  # parts that the last attempt wrote must not count as parts of this attempt
+                if begun:  # parts that the previous attempt wrote must not count as parts of this attempt
                     self._abandon(manager)
                 self._reconcile(manager)
                 if not self._under_way:
@@ -177,8 +177,8 @@ class Checkpoints:
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
             manager = self._manager()
-            # All workers take the same branch here: workers that ran the last section together have the same pending
-            # checkpoints, and no checkpoint is pending at a boundary at which workers join.
+            # All workers take the same branch here, because workers that ran the last section together have the same
+            # pending checkpoints, and no checkpoint is pending at a boundary at which workers join.
             if manager is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
             written: list[Checkpoint] = []
@@ -198,7 +198,8 @@ class Checkpoints:
                         written.append((finalized.attempt.iteration, finalized.source))
                     return result
                 except BaseException as error:  # torch's CheckpointException does not derive from Exception
-                    # Megatron removes a save from its queue when the save is written, and finalizes it afterwards.
+                    # Megatron removes a save from its queue once the save is written, and then finalizes it.  If its
+                    # writer has died, the save is still in the queue.
                     at = len(self._under_way) - _calls() - (not isinstance(error, checkpoint_writers.WriterDied))
                     failed = [finalized] if finalized else self._under_way[max(at, 0) :]
                     which = f"of iteration {failed[0].attempt.iteration}" if failed else "being written"
@@ -219,7 +220,7 @@ class Checkpoints:
     def _reconcile(self, manager: Manager) -> None:
         """Abandon all workers' pending checkpoints if these differ between workers, or lack a lost worker's part.
 
-        All workers call this method at the start of a section; it does its work in the first section of an epoch.  If
+        All workers call this method at the start of a section; it acts only in the first section of an epoch.  If
         the last epoch ended in the middle of a section, only some workers may have finalized or abandoned a
         checkpoint.  Raises ``EpochRevoked``.
         """
@@ -236,7 +237,7 @@ class Checkpoints:
             view.groups.any(False, tuple(sorted(view.live)))
 
     def _fingerprint(self, workers: list[int]) -> float:
-        """Return a hash of the pending checkpoints; 0: none is pending; -1: a lost worker's part is missing."""
+        """Return a hash of the pending checkpoints; 0 if none is pending, -1 if one of them cannot be completed."""
         if len(self._under_way) != _calls() or any(each.writers != workers for each in self._under_way):
             return -1.0
         return 1.0 + zlib.crc32(repr([each.attempt for each in self._under_way]).encode()) if self._under_way else 0.0
@@ -284,8 +285,8 @@ class Checkpoints:
             attempt, folders, manager = self._attempt, self._folders, self._manager()
             if attempt is not None and manager is not None and attempt not in (o.attempt for o in self._under_way):
                 self._under_way.append(UnderWay(attempt, folders, manager.view.decision.workers, self._source))
-                # Megatron counts the calls and compares the counts of all workers, but a worker that joined late, or
-                # whose attempt ended before this point, has counted fewer calls.
+                # Megatron counts the calls and requires equal counts on all workers, but a worker that joined late, or
+                # whose attempt ended before this point, has counted fewer.  So the decision's number sets the count.
                 _queue().call_idx = 2 * manager.view.number
             for at, function in enumerate(async_request.finalize_fns):
                 if manager is not None and getattr(function, "__name__", "") == "iter_finalize_fn":
@@ -362,7 +363,7 @@ class Checkpoints:
     def _forget_calls(self) -> int:
         """Wait, without communication, for this worker's pending writes, forget them, and return their number."""
         calls = _calls()
-        number = max(calls, len(self._under_way))  # calls are fewer if the workers could not finalize together
+        number = max(calls, len(self._under_way))  # ``calls`` is smaller if the workers could not finalize together
         self._under_way.clear()
         pending = _queue().async_calls if calls else None
         while pending:

@@ -11,7 +11,7 @@ The plan assigns the copies (``Decision.copies``, by ``workload.snapshots``), so
 
 With a distributed optimizer each worker also sends, as a separate part, the pieces of the optimizer's state of which it
 is the first live holder (``pieces``).  In a rollback each worker needs its shard and its shadows in the present layout.
-It fetches the parts that contain these elements and copies the elements (``restored``).
+It fetches all parts that contain elements of these, and copies the elements (``restored``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from recover_megatron.workload.snapshots import interval, needed, part_of
 log = get_logger(__name__)
 
 SNAPSHOT_SECONDS = 600.0
-"""Seconds, in addition to the hang timeout, for copying a state and waiting for the previous snapshot."""
+"""Seconds added to the hang timeout while a worker copies a state and waits for the previous snapshot."""
 
 
 @dataclass(eq=False)
@@ -61,19 +61,19 @@ class MemoryTier:
     wanted: bool
     """True unless the user has turned the memory tier off."""
     every: int
-    """Number of iterations between snapshots that the user has set; 0: the interval is computed from their cost."""
+    """Iterations between snapshots, as set by the user; 0 if the interval is computed from the cost of snapshots."""
     _taken: int = field(default=0, init=False)
-    """The last epoch in which this worker began a snapshot, or found that a host lacked the memory; 0: none."""
+    """The last epoch in which this worker began a snapshot, or found that a host lacked memory for it; 0 if none."""
     _short: bool = field(default=False, init=False)
     """True if any host lacked the memory for a snapshot in epoch ``_taken``; that epoch then has no snapshots."""
     _last: tuple[float, int] | None = field(default=None, init=False)
-    """(``time.monotonic()`` at the end of the last snapshot section, iteration before it); None: no such section."""
+    """(``time.monotonic()`` at the end of the last snapshot section, state version then); None before the first one."""
     _met: float = field(default=0.0, init=False)
     """``time.monotonic()`` when all workers had entered the last snapshot section."""
     _cost: float = field(default=0.0, init=False)
-    """Seconds that this worker's training has waited for the last snapshot, since ``_met``."""
+    """Seconds after ``_met`` during which this worker's training has waited for the last snapshot."""
     _size: int = field(default=0, init=False)
-    """Bytes of a snapshot's largest part, computed at the last check of the hosts' memory; 0: not checked yet."""
+    """Bytes of a snapshot's largest part, computed at the last check of the hosts' memory; 0 before a check."""
     _logged: bool = field(default=False, init=False)
     """True after this worker has checked the hosts' memory for snapshots, or has found that the tier is off."""
 
@@ -133,7 +133,7 @@ class MemoryTier:
         self._last = time.monotonic(), version
 
     def _own(self, decision: Decision) -> dict[int, Any]:
-        """Return part -> tree: this worker's shards, and its position's state if this worker keeps a copy of that."""
+        """Return part -> tree: this worker's shards, and, if it keeps a copy of its position's state, that state."""
         me, position = self._manager.view.worker, self._manager.view.position
         assert position is not None
         found: dict[int, Any] = {}
@@ -145,7 +145,7 @@ class MemoryTier:
         return dict(sorted(found.items()))
 
     def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
-        """Return part -> (sending worker, address of its peer store), for the parts that other workers send here."""
+        """Return part -> (sending worker, address of its peer store), for the parts that this worker receives."""
         me, position = self._manager.view.worker, self._manager.view.position
         kept = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
         return {part: (giver, decision.peer_stores[giver]) for part, giver in kept.items()}
@@ -163,7 +163,7 @@ class MemoryTier:
     def _too_large(self, decision: Decision, own: Mapping[int, Any]) -> bool:
         """Return whether any host lacks the memory for a snapshot; log the tier's use of memory at the first check.
 
-        Raises UserError if a host lacks it at the start of the run.
+        Raises UserError if a host lacks the memory at the start of the run.
         """
         me, positions = self._manager.view.worker, self._manager.view.grid.size
         sizes = {part: sum(tensor.nbytes for tensor in flatten(tree)[1]) for part, tree in own.items()}
@@ -196,7 +196,7 @@ class MemoryTier:
     def _say_off(self, decision: Decision) -> None:
         self._logged = True
         if self.wanted and _nodes(decision) > 1 and self._manager.view.worker == min(decision.workers):
-            log.info("memory tier: off, since no failure domain holds all copies of any part of the state")
+            log.info("memory tier: off, as each part of the state has copies in several failure domains")
 
     def _say(self, size: int, short: bool) -> None:
         every = f"every {self._manager.view.snapshots.interval} iterations"
@@ -250,7 +250,7 @@ def _nodes(decision: Decision) -> int:
 
 
 def pieces(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Return the pieces of the optimizer's state of which this worker is the first live holder, with live tensors.
+    """Return, as live tensors, the pieces of the optimizer's state of which this worker is the first live holder.
 
     Call it only when the last update is finished (``ShardedOptimizer.complete``).
     """
@@ -267,9 +267,9 @@ def restored(
     """Rebuild this worker's fragments of the optimizer's state for the present layout, with the state of a snapshot.
 
     ``saved``: the result of ``Shards.to_json`` for this worker's columns when the snapshot was taken.  ``workers``: the
-    workers that took the snapshot.  ``positions``: number of positions of a replica.  ``load``: part -> result of
-    ``pieces``.  Call the returned function when all workers have rebuilt their fragments: see
-    ``ShardedOptimizer.made_anew``.  Raises Disagreement if the snapshot lacks elements.
+    workers that took the snapshot.  ``positions``: number of positions of a replica.  ``load``: function
+    that maps the number of a part to a result of ``pieces``.  Call the returned function when all workers have rebuilt
+    their fragments: see ``ShardedOptimizer.made_anew``.  Raises Disagreement if the snapshot lacks elements.
     """
     layouts, gone = sharded.shards.read(saved)
 
@@ -317,7 +317,7 @@ PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroup: Path = CONTROL_GROUPS) -> int | None:
-    """Return the bytes that the kernel and the control groups still let this process allocate; None: unknown."""
+    """Return the bytes that the kernel and the control groups still let this process allocate; None if unknown."""
     groups = control_groups("memory", proc / "self" / "cgroup", cgroup)
     found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
     return min(found, default=None)
@@ -333,7 +333,7 @@ def _of_kernel(path: Path) -> int | None:
 
 
 def _of_group(folder: Path) -> int | None:
-    """Return the bytes available in a control group; None: no limit, or no such folder."""
+    """Return the bytes available in a control group; None if it has no limit or no folder."""
     for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         if (folder / most).exists() and (folder / used).exists():
             if (limit := (folder / most).read_text().strip()) == "max":
@@ -343,7 +343,7 @@ def _of_group(folder: Path) -> int | None:
 
 
 def _given_back(path: Path) -> int:
-    """Return the bytes of file cache in a control group: counted as used, but dropped when memory is needed."""
+    """Return a control group's file cache in bytes, which counts as used but is dropped when memory is needed."""
     if not path.exists():
         return 0
     fields = (line.split() for line in path.read_text().splitlines())

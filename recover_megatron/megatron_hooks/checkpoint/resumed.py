@@ -1,13 +1,14 @@
 """Comparison of a loaded checkpoint's arguments with this run's, mainly so that the order of samples stays the same.
 
-batch           a run whose next batch, by --step-batch-size-schedule, is not divisible among its ranks is refused
+batch           a run is refused if its next batch in --step-batch-size-schedule cannot be divided among its ranks
 random states   --data-parallel-random-init saves a random state for each rank; a run with more ranks loads none of them
 made longer     Megatron's order of samples depends on the number of epochs that --train-iters needs, and on whether the
-                last epoch is short.  If the resumed run differs in either, it reads some samples again: a warning
+                last epoch is short.  If the resumed run differs in either, it reads some samples again, so a warning is
+                logged
 cyclic          the shuffled order of samples depends on the number of data-parallel ranks.  The order of the launch
                 that wrote the checkpoint is kept; in another order samples of the same epoch would be read again
 replaced        a cached index of samples is identified by the path of its corpus.  If the corpus was replaced, Megatron
-                cuts samples out of the new files by the old index: a warning
+                cuts samples out of the new files by the old index, so a warning is logged
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ This package adds the argument to Megatron's arguments, which checkpoints contai
 the first launch.
 """
 _loaded: Any = None
-"""The arguments in the checkpoint that this worker has loaded; None: it has loaded none."""
+"""The arguments in the checkpoint that this worker has loaded; None if it has loaded none."""
 MOST_READ = 1 << 22
-"""Largest number of entries of a document index for which the largest document number is compared."""
+"""Number of entries up to which a document index is searched for its largest document number."""
 
 
 def install() -> None:
@@ -82,12 +83,12 @@ def _keep_order(saved: Any, now: Any) -> None:
 
 
 def knows() -> bool:
-    """Return whether this worker knows the arguments in the checkpoint that it loaded; not with Megatron-Bridge."""
+    """Return whether this worker knows the arguments in the checkpoint that it loaded; False with Megatron-Bridge."""
     return _loaded is not None
 
 
 def micro_batch_before(size: int) -> int:
-    """Return the micro batch size of the run that wrote the checkpoint, for a loader whose size is now ``size``."""
+    """Return the micro batch size of the run that wrote the checkpoint, for a loader that now uses ``size``."""
     saved = getattr(_loaded, "micro_batch_size", None)
     return int(saved) if saved and size == get_args().micro_batch_size else size
 
@@ -122,9 +123,9 @@ def of_blend(dataset: Any, now: Any, then: Any) -> list[str]:
     if not shuffled or dataset.split.name != "train" or not before or not after or before == after:
         return []
     return [
-        f"the run that wrote the checkpoint was over {before} samples of a blend, this run is over {after}, and "
+        f"the run that wrote the checkpoint requested {before} samples of a blend, but this run requests {after}, so "
         "--dataloader-type cyclic shuffles them in another order: some samples are read again, and some never. To keep "
-        "the order, request the first number of samples again; to end earlier, add --exit-interval. If a run may be "
+        "the order, request the old number of samples again; to end earlier, add --exit-interval. If a run may be "
         "made longer, request the larger number from the first launch on"
     ]
 
@@ -144,9 +145,9 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
         read = dataset.sample_index.shape[0] - 1, len(dataset.document_index), int(documents.max()) if whole else -1
         if here != read:
             found.append(
-                f"the cached index of samples does not match {path}: the index has {read[0]} samples in {read[1]} "
-                f"documents up to number {read[2]}, but the files have {here[0]} in {here[1]} up to {here[2]}. "
-                "Megatron does not notice this, and cuts wrong samples out of the files: remove the files "
+                f"the cached index of samples does not match {path}: samples, documents and largest document number "
+                f"are {read[0]}, {read[1]} and {read[2]} in the index, but {here[0]}, {here[1]} and {here[2]} in the "
+                "files. Megatron does not notice this, and cuts wrong samples out of the files: remove the files "
                 f"{dataset.unique_description_hash}-* in the cache (--data-cache-path), and start again"
             )
     before, after = _asked(then), _asked(now)
@@ -157,16 +158,16 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
             by_samples = getattr(now, "train_samples", None)
             flag = f"--train-samples {most}" if by_samples else f"--train-iters {most // now.global_batch_size}"
             found.append(
-                f"the run that wrote the checkpoint was over {before} samples ({old} epochs of {path}), this run is "
-                f"over {after} ({epochs} epochs), and Megatron reads samples in another order from the first on: some "
-                f"samples are read again, and some never. The old order is kept up to {flag}. To end earlier, add "
+                f"the run that wrote the checkpoint requested {before} samples ({old} epochs of {path}), but this run "
+                f"requests {after} ({epochs} epochs), so Megatron reads all samples in another order: some samples "
+                f"are read again, and some never. The old order is kept up to {flag}. To end earlier, add "
                 "--exit-interval. If a run may be made longer, request the larger number from the first launch on"
             )
     return found
 
 
 def _asked(args: Any) -> int:
-    """Return the number of samples that a training with these arguments requests; 0: unknown."""
+    """Return the number of samples that a training with these arguments requests; 0 if unknown."""
     if samples := getattr(args, "train_samples", None):
         return int(samples)
     return (getattr(args, "train_iters", None) or 0) * (getattr(args, "global_batch_size", None) or 0)
@@ -176,7 +177,7 @@ def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
     """Return the largest number of samples that a training may request so that ``dataset`` keeps its old order.
 
     ``asked``: samples that the training requests now; ``dataset``, perhaps one of a blend, supplies ``num_samples`` of
-    these.  ``epochs``, ``apart``: as from ``_epochs``, for the old order.
+    these.  ``epochs``, ``apart``: results of ``_epochs`` for the old order.
     """
     tokens = dataset._get_num_tokens_per_epoch()
     length, extra = dataset.config.sequence_length, dataset.config.add_extra_token_to_sequence
@@ -184,14 +185,14 @@ def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
     most = (whole * tokens - extra) // length
     if apart:
         most += int(SHORT * ((tokens - extra) // length)) - 1
-    # Megatron rounds the number of samples that a blend takes from a data set up, twice.
+    # Megatron rounds up twice when it computes how many samples a blend takes from a data set.
     return (most if dataset.num_samples == asked else most - 2) * asked // int(dataset.num_samples)
 
 
 def _epochs(dataset: Any, samples: int | None) -> tuple[int, int, bool]:
     """Return (tokens per epoch, epochs that ``samples`` need, True if the last epoch is shuffled separately).
 
-    ``samples`` None: one epoch.
+    If ``samples`` is None, one epoch is assumed.
     """
     tokens = dataset._get_num_tokens_per_epoch()
     length, extra = dataset.config.sequence_length, dataset.config.add_extra_token_to_sequence

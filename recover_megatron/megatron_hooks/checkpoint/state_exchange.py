@@ -2,7 +2,7 @@
 
 new replica   workers of the same column with the state (holders) offer it until the optimizer's step; a spare that gets
               a place fetches it while the holders compute (``fetch_state``), or continues with its own state (`rejoin`)
-repair        a worker whose state differs from its column's state replaces it before the step
+repair        a worker whose state differs from its column's state replaces its state before the step
 mirror        the workers of the last replica send their state to spares before every step
 """
 
@@ -67,16 +67,16 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """Withdraw the offered state before it changes.  Only a worker that has left the epoch may still read it."""
+        """Withdraw the offered state before it changes.  By then only workers that have left the epoch read it."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None
 
     def fetch_state(self, decision: Decision) -> int:
-        """Load the state with which ``decision`` begins, from a holder or this worker's own; return the received bytes.
+        """Load the state with which ``decision`` begins, a holder's state or this worker's own.
 
-        Raises one of ``INTERRUPTED`` if the transfer is interrupted; nothing is loaded then.  Raises ``Disagreement``
-        for a state of the wrong version.
+        Return the number of bytes received.  Raises one of ``INTERRUPTED`` if the transfer is interrupted; nothing is
+        loaded then.  Raises ``Disagreement`` for a state of the wrong version.
         """
         size = 0
         if self._manager.view.worker in decision.holders:

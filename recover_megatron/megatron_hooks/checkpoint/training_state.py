@@ -1,16 +1,16 @@
 """Training state of a worker between two iterations, which workers send, receive and compare.
 
-    tree()      returns tensors that are equal in a column (parameters, the optimizer's masters and moments), and this
-                worker's own values: buffers, scales of 8-bit numbers, learning rate and its schedule, Megatron's
-                counters, the sums of Megatron's log
+    tree()      returns tensors that are equal in a column, that is on all its workers (parameters, the optimizer's
+                masters and moments), and this worker's own values: buffers, scales of 8-bit numbers, learning rate and
+                its schedule, Megatron's counters, the sums of Megatron's log
     room()      returns memory for the tensors of a received tree: usually the live tensors of this worker
-    load(tree)  copies a received tree into the live state; the worker then begins the iteration after the tree's
+    load(tree)  copies a received tree into the live state; the worker then begins the iteration after that state
     digest()    returns a 64-bit hash of the parameters, the optimizer's tensors and its settings, equal in a column
 
 The optimizer is read and written through torch's interface (``param_groups``, ``state``), which the optimizers of
-Megatron, apex and Transformer Engine have.  Before the first step there are no moments: they are created when a state
-is loaded.  A distributed optimizer's state is not equal in a column: the tree only records which workers hold its
-parts, and `sharded_optimizer` sends the parts.
+Megatron, apex and Transformer Engine have.  Before the first step there are no moments, so they are created when a
+state is loaded.  A distributed optimizer's state is not equal in a column, so the tree only records which workers hold
+its parts, and `sharded_optimizer` sends the parts.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ class TrainingState:
         self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
         args = get_args()
         self.version: int | None = None if blank else args.iteration
-        """Number of the iteration after which the model has these parameters; None: the state is invalid."""
+        """Number of the iteration after which the model has these parameters; None if the state is invalid."""
         all_of_it = not blank and args.load is not None and not (args.finetune or args.no_load_optim)
         self.loaded_at_launch = int(args.iteration) if all_of_it else 0
-        """Iteration of the complete checkpoint that this worker loaded at launch; 0: none."""
+        """Iteration of the complete checkpoint that this worker loaded at launch; 0 if none."""
         self.no_rollback_reason = no_rollback_reason(args, self._optimizers)
         """Reason why the run cannot roll back to a checkpoint in place; empty if it can."""
         self.timeline = 0
         """Epoch in which the timeline of this state began (``instep.decision.Timeline``)."""
         self.last_step = (0, 0)
-        """(iteration, decision number) of the last step that began from this state; (0, 0): no step has begun."""
+        """(iteration, decision number) of the last step that began from this state; (0, 0) if none has begun."""
         self.counters = self._loop.read(self.version)
         """Megatron's counters (``LoopCounters``) when the last iteration began."""
         self.totals = LogTotals()
@@ -203,9 +203,9 @@ class TrainingState:
         return place
 
     def spare_room(self, before: Any) -> Place:
-        """Return memory for a transfer to a mirror, which may be interrupted: tensors of ``before``, never live ones.
+        """Return memory for a transfer to a mirror, which may be interrupted: tensors of ``before``, or new tensors.
 
-        ``before``: the tree that was loaded last, or None.
+        Live tensors are never overwritten.  ``before``: the tree that was loaded last, or None.
         """
         living = {"column": self._column()}
 
@@ -238,7 +238,7 @@ class TrainingState:
             )
 
     def finish_schedule(self) -> None:
-        """Advance the learning rate schedule to the parameters' iteration, if the loop was interrupted before that."""
+        """Advance the learning rate schedule to the parameters' iteration, unless the loop has already done so."""
         if self._done:
             self._loop.schedule(self.counters, int(not self._skipped))
 
@@ -250,10 +250,10 @@ class TrainingState:
         """
         assert self.version is not None
         done, groups = self._done, self._plain_groups
-        if not done:  # Megatron changes a loss scale before it clips; an interrupted step may have done so
+        if not done:  # an interrupted step may have changed a loss scale, since Megatron does so before it clips
             for one, scaler in zip(self._optimizers, self._scalers, strict=True):
                 _load_scaler(one, scaler)
-            _copy(biases(self._model), self._biases)  # the biases are also updated before the step
+            _copy(biases(self._model), self._biases)  # an interrupted step may have updated the biases, too
         self._restore(self.counters, None if done else groups, iterations=int(done))
 
     @property
@@ -264,7 +264,7 @@ class TrainingState:
     def _restore(self, counters: dict[str, Any], groups: Any, *, iterations: int = 0) -> None:
         """Set Megatron's counters, from which the loop continues, to ``counters`` plus ``iterations`` (0 or 1).
 
-        ``groups``: result of ``plain_groups`` for each optimizer; None: the optimizers' groups keep their values.
+        ``groups``: result of ``plain_groups`` for each optimizer; None if the groups must keep their values.
         """
         self.version = self._loop.restore(counters, iterations=iterations, skipped=self._skipped)
         for one, values in zip(self._optimizers, groups or (), strict=groups is not None):
@@ -289,8 +289,8 @@ class TrainingState:
         """Record that Megatron has loaded a checkpoint of ``iteration`` in a rollback.
 
         ``operations``: the checkpoint's count of floating-point operations.  ``timeline``: epoch in which the timeline
-        begins.  A checkpoint lacks the sums of Megatron's log, so the next row covers only iterations after the
-        rollback.
+        begins.  A checkpoint lacks the sums of Megatron's log, so the next row of the log covers only
+        iterations after the rollback.
         """
         self.version = iteration
         self._loop.loaded(iteration, operations)
@@ -316,12 +316,13 @@ class TrainingState:
                 continue
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
-            # An exception may have left train() while it had removed these hooks (first iteration, evaluation, save).
+            # train() removes these hooks in the first iteration, evaluations and saves, so they may be missing after an
+            # exception.
             if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()
         for one in [self._optimizer, *self._optimizers]:
             # Megatron caches the result of a collective inside the replica.  In a new replica either all workers must
-            # run this collective, or none.
+            # run this collective, or none, so all workers drop the result.
             one._has_grad_norm_group_cache = None
             # Megatron-FSDP 2 may have cast gradients for a step that was not made; the next step casts new ones.
             getattr(one, "_casted_grads", []).clear()
@@ -350,7 +351,7 @@ def plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load_groups(own: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]) -> None:
-    """Load ``given``, a result of ``plain_groups``, into the groups ``own``; plain values that it lacks are removed."""
+    """Load ``given`` (from ``plain_groups``) into the groups ``own``; plain values missing in ``given`` are removed."""
     for group, values in zip(own, given, strict=True):
         for key in [key for key, value in group.items() if _is_plain(key, value) and key not in values]:
             del group[key]
@@ -422,7 +423,7 @@ def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         raise Disagreement("the received state belongs to a model with other shapes")
     with torch.no_grad():
         for target, source in zip(own, given, strict=True):
-            if not _same_memory(target, source):  # the same if it was received in place
+            if not _same_memory(target, source):  # a tensor received in place needs no copy
                 target.copy_(source)
 
 

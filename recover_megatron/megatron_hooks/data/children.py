@@ -2,8 +2,8 @@
 
 A batch system such as SLURM sends a signal to every process of a job step.  A worker that handles the signal writes a
 checkpoint and exits.  For the checkpoint it needs its children, so they block all signals that the worker handled when
-it started them; their own children inherit this.  Python terminates children with SIGTERM and waits for their exit;
-children that block SIGTERM are killed instead.
+it started them; children of these children inherit the blocked signals.  Python terminates children with SIGTERM and
+waits for their exit; children that block SIGTERM are killed instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def moved() -> int:
 
 @contextmanager
 def _blocked(numbers: set[int]) -> Iterator[None]:
-    """Context that blocks the signals ``numbers`` in the calling thread; processes started in it inherit this.
+    """Context that blocks the signals ``numbers`` in the calling thread and in processes started in the context.
 
     A signal that arrives inside the context is delivered to this process at the end of the context.
     """
@@ -88,7 +88,7 @@ def _terminate(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _ensure_running(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def ensure_running(self: Any) -> None:
-        # The tracker removes files of a killed worker from /dev/shm, and its warning would end the worker's log.
+        # The tracker removes files of a killed worker from /dev/shm; its warning would be the last line of the log.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         try:
             with _blocked(handled()):  # the tracker itself unblocks some signals

@@ -2,11 +2,11 @@
 
     Source.begin(consumed, ids, total)   starts an iteration in which this worker runs the microbatches ``ids``.  The
                                          loader prefetches them, and the same numbers of later iterations
-    Source.get(j)                        returns microbatch j of this iteration, which need not be in ``ids``: a
+    Source.get(j)                        returns microbatch j of this iteration, even if j is not in ``ids``.  A
                                          microbatch that is not prefetched is read in the main thread
 
-The next read of a batch raises an error if a loader process has died.  Torch would raise it anywhere in the main
-thread, for example in a checkpoint or a sum.
+If a loader process has died, the next read of a batch raises an error.  Stock torch would raise this error anywhere in
+the main thread, for example in a checkpoint or a sum.
 
 `microbatches` defines the samples of microbatch j, the same as in stock Megatron.  Each sample carries its number
 (``TaggedDataset``), by which ``get`` checks the samples that it returns.
@@ -76,8 +76,8 @@ _sources: weakref.WeakSet[Source] = weakref.WeakSet()
 class Source:
     """Reads the microbatches of one data set by their numbers.
 
-    ``loader``: Megatron's loader of a ``TaggedDataset``, whose settings this class uses.  ``size``: samples of a
-    microbatch.  ``consumed``: samples that the run has consumed.  ``order``: gives the samples of a microbatch.
+    ``loader``: Megatron's loader of a ``TaggedDataset``; this class reads with the same settings.  ``size``: samples of
+    a microbatch.  ``consumed``: samples that the run has consumed.  ``order``: defines the samples of a microbatch.
     """
 
     def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order | Cyclic) -> None:
@@ -88,7 +88,7 @@ class Source:
         self._collate = loader.collate_fn
         self._plan: tuple[tuple[int, ...], int] | None = None
         self._consumed = self.position = consumed
-        self._cursor = 0  # prefetch position: index into the ids, in the iteration at sample self._ahead
+        self._cursor = 0  # prefetch position: index into the ids of the iteration that begins at self._ahead
         self._ahead = consumed
         self._asked: deque[int] = deque()  # first samples of the microbatches that the loader is reading
         self._here: dict[int, Batch] = {}
@@ -106,7 +106,7 @@ class Source:
         _sources.add(self)
 
     def begin(self, consumed: int, ids: Sequence[int], total: int) -> None:
-        """Start an iteration at ``consumed`` samples, in which this worker runs the microbatches ``ids``.
+        """Start an iteration after ``consumed`` samples, in which this worker runs the microbatches ``ids``.
 
         ``total``: number of the iteration's microbatches on all replicas.
         """
@@ -167,7 +167,7 @@ class Source:
     # ---- Megatron uses a source in place of a loader: it calls iter() and len(), and never reads a batch
 
     def __len__(self) -> int:
-        """Return the number of microbatches of the data set; with --full-validation, of the rank with the most."""
+        """Return the number of microbatches of the data set; with --full-validation, the largest number of any rank."""
         return self._order.rounds if isinstance(self._order, InTurn) else len(self._dataset) // self.size
 
     def __iter__(self) -> Source:
@@ -216,7 +216,7 @@ def _check(processes: Sequence[Any]) -> None:
 
 
 class _Feed:
-    """Batch sampler that gets each batch from ``ask``, called in the training process when the loader can prefetch."""
+    """Batch sampler that calls ``ask`` for each batch, in the training process, when the loader can prefetch."""
 
     def __init__(self, ask: Callable[[], list[int] | None]) -> None:
         self._ask = ask
@@ -229,7 +229,7 @@ class _Feed:
 class Microbatches:
     """Data iterator for one run of a Megatron schedule, over the microbatches with the numbers ``ids``.
 
-    ``fetching``: returns a context, in which each microbatch is read.
+    ``fetching``: function that returns the context in which each microbatch is read.
     """
 
     def __init__(
@@ -332,9 +332,9 @@ class _Numbered(torch.utils.data.Dataset):
 class Cyclic:
     """Order of samples with --dataloader-type cyclic, for the number of data-parallel ranks of the run's first launch.
 
-    The number of these ranks is read from Megatron's arguments (`resumed.SHUFFLED_FOR`) at each use: a worker that
-    joins later receives the number with the state, after it has built its loaders.  ``total``: samples of the data set.
-    ``size``: samples of a microbatch.  ``sharded``: see ``Shuffled``.
+    The number of these ranks is read from Megatron's arguments (`resumed.SHUFFLED_FOR`) at each use, because a worker
+    that joins later receives the number with the state, after it has built its loaders.  ``total``: samples of the data
+    set.  ``size``: samples of a microbatch.  ``sharded``: see ``Shuffled``.
     """
 
     def __init__(self, total: int, size: int, *, sharded: bool) -> None:
@@ -345,13 +345,14 @@ class Cyclic:
         return self._of(size, getattr(get_args(), resumed.SHUFFLED_FOR))
 
     def samples(self, first: int) -> list[int]:
-        """Return the numbers of the samples of the microbatch that begins at ``first``."""
+        """Return the numbers of the samples of the microbatch that begins at sample ``first``."""
         return self._order(self._size).samples(first)
 
     def is_between(self, consumed: int) -> bool:
         """Return whether the first ``consumed`` samples end inside a microbatch.
 
-        If the checkpoint's micro batch size is unknown: inside a round (one microbatch of every rank).
+        If the checkpoint's micro batch size is unknown, return whether they end inside a round (one microbatch of every
+        rank).
         """
         order = self._order(self._size)
         return bool(consumed % self._size if resumed.knows() else consumed % order.epoch % order.round)
@@ -361,7 +362,7 @@ class Cyclic:
         return bool(consumed % self._order(self._size).epoch)
 
     def is_of_others(self, consumed: int, size: int) -> bool:
-        """Return whether a run with microbatches of ``size`` samples reads other samples as its first ``consumed``."""
+        """Return whether the first ``consumed`` samples would differ if a microbatch had ``size`` samples."""
         ours, theirs = both = self._order(self._size), self._order(size)
         if ours is theirs or not any(consumed % order.epoch for order in both):
             return False

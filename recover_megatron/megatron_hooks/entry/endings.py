@@ -1,4 +1,4 @@
-"""Check after Megatron's pretrain() has ended: the training is over, or only this worker has exited early."""
+"""Check, after the end of Megatron's pretrain(), that the training is over: a worker may have exited early."""
 
 from __future__ import annotations
 

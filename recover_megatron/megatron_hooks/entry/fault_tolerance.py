@@ -100,7 +100,7 @@ NO_COORDINATOR = (
 LAUNCHER_STOP_SECONDS = 4.0
 """Seconds within which a launcher stops all its workers if any worker is lost before the training has begun."""
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
-"""Types of errors that come from one worker: another worker would not repeat them on the same microbatch."""
+"""Types of errors that another worker would not repeat on the same microbatch, because their cause is one worker."""
 
 
 def survive(
@@ -174,8 +174,8 @@ class FaultTolerance:
     def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
         """Train to the end and return; if the training ends in another way, exit the process or raise UserError.
 
-        ``call``: calls Megatron's pretrain().  ``arguments``: parses Megatron's flags, which a newcomer needs while it
-        waits for a place.
+        ``call``: function that calls Megatron's pretrain().  ``arguments``: function that parses Megatron's flags; a
+        newcomer needs them while it waits for a place.
         """
         try:
             self._train_wherever_wanted(call, arguments)
@@ -281,12 +281,12 @@ class FaultTolerance:
                 phase=view.phase,
                 tried=view.tried,
                 own=is_own(error)
-                # Another worker's death may cause a CUDA error: it aborts kernels, or unmaps memory that kernels read.
+                # Another worker's death may cause a CUDA error: kernels are aborted, or memory they read is unmapped.
                 or (broken and (view.orphaned or self._session.revoked))
                 or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
             )
             if isinstance(error, CheckpointFailed) and len(view.decision.replicas) == 1:
-                self._session.give_up(EXIT_SAME_FAULT, str(error))  # no other replica can try to save
+                self._session.give_up(EXIT_SAME_FAULT, str(error))  # no other replica can try to save the checkpoint
                 with suppress(CoordinatorLost, Fenced):
                     self._session.wait_revoked(EXCEPTION_REPORT_SECONDS)
         if isinstance(error, SystemExit) and isinstance(error.code, int):
@@ -297,7 +297,7 @@ class FaultTolerance:
         _end(1, f"worker {self._me} exits after {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _wait_to_be_ended(self) -> None:
-        """Wait for the launcher's SIGTERM, after a worker was lost before the training, which needs all workers.
+        """Wait for the launcher's SIGTERM, because a worker was lost before the training could begin.
 
         A launcher logs the loss in one line.  Messages of all workers that lost a connection would hide this line, so
         this worker logs nothing.
@@ -369,7 +369,7 @@ class FaultTolerance:
             spread=spread,
             replaced=REPLACED_VARIABLE in os.environ,
             min_replicas=config.min_replicas,
-            # Number of shards of the optimizer's state, if every optimizer instance of Megatron has a copy of each.
+            # Number of shards of the optimizer's state if every optimizer instance has a copy of each, otherwise 0.
             shards=grid.launched // instances if spread and instances > 1 else 0,
             holders=1 + config.shadow_shards if instances == 1 else instances,
             placed=instances == 1,
@@ -393,8 +393,8 @@ def _device() -> torch.device:
 def _my_address() -> str:
     """Return the address at which other workers reach this worker.
 
-    The launcher gives it in the environment.  Without a launcher it is this worker's end of a connection to the
-    rendezvous store, whose host may be lost when a newcomer joins.
+    The launcher gives the address in the environment.  Without a launcher it is the local address of a connection to
+    the rendezvous store.  A newcomer cannot connect if the store's host is lost.
     """
     if address := os.environ.get(HOST_VARIABLE):
         return address

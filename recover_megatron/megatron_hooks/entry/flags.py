@@ -120,7 +120,7 @@ def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
 
 
 def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
-    """Return argparse's error ``message``; if a flag is unknown, with the names of similar flags."""
+    """Return argparse's error ``message``, with the names of similar flags if a flag is unknown."""
     prefix = "unrecognized arguments: "
     if not message.startswith(prefix):
         return f"{message} (all flags: --help)"
@@ -147,7 +147,7 @@ def as_user_errors(call: Callable[[], Any]) -> Any:
 
 
 def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
-    """Return Megatron's ``error`` as a refusal in one line; if the error has no message, with the failed check."""
+    """Return Megatron's ``error`` as a refusal in one line, with the failed check if the error has no message."""
     where = f"{Path(*Path(last.filename).parts[-3:])}:{last.lineno}"
     words = " ".join(str(error).split()) or f"failed check: {(last.line or '').removeprefix('assert').strip()}"
     return f"Megatron refuses these flags: {words} ({where}; RECOVER_TRACEBACK=1 shows the traceback)"
@@ -262,7 +262,7 @@ def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
 
 
 def _evaluation(args: argparse.Namespace) -> list[str]:
-    """Refuse a missing --eval-interval, by which Megatron would divide after it has built the model."""
+    """Refuse a run without --eval-interval: Megatron would divide by it after it has built the model."""
     if (
         getattr(args, "eval_interval", 1)
         or getattr(args, "full_validation", False)
@@ -277,7 +277,7 @@ def _evaluation(args: argparse.Namespace) -> list[str]:
 
 @functools.cache
 def _warn(line: str) -> None:
-    """Log the warning ``line`` once, on rank 0; later calls, since Megatron parses its flags again, log nothing."""
+    """Log the warning ``line`` on rank 0, and only once, although Megatron parses its flags repeatedly."""
     if os.environ.get("RANK", "0") == "0":
         log.warning(line)
 
@@ -309,7 +309,7 @@ def _strictness(args: argparse.Namespace) -> list[str]:
 
 
 def _unloadable(args: argparse.Namespace) -> list[str]:
-    """Return a message if Megatron would fail to load checkpoints of the installed torch with --dist-ckpt-strictness.
+    """Return a message if --dist-ckpt-strictness keeps Megatron from loading checkpoints of the installed torch.
 
     With this flag Megatron (0.18 to 0.20) creates a tensor for each key by ``torch.empty(size, **properties)``.  The
     properties that torch 2.15 writes include ``strides``, which ``torch.empty`` does not accept.
@@ -384,7 +384,7 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
         return [f"--recover-inject: {error}"]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return [
-        f"--recover-inject {fault}: there is no worker {fault.worker} in a run of {world}"
+        f"--recover-inject {fault}: there is no worker {fault.worker} in a run of {world} workers"
         for fault in faults
         if fault.worker >= world and not config.max_replicas
     ]
@@ -393,8 +393,9 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Refuse folders that cannot be created or written.
 
-    To spare a shared file system, only one worker of each host tries to write; if only rank 0 will write checkpoints,
-    only rank 0 tries the checkpoint folders.  Each worker tries its TMPDIR, which its checkpoint writer uses.
+    To spare a shared file system, only one worker of each host tests the folders, and if only rank 0 will write
+    checkpoints, only rank 0 tests the checkpoint folders.  Each worker tests its TMPDIR, which its
+    checkpoint writer uses.
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     wanted = {"--recover-log-dir": config.log_dir if config.enabled and first_here else None}
@@ -428,4 +429,4 @@ def _sockets() -> list[str]:
 
 
 SAVES = ("save", "non_persistent_global_ckpt_dir")
-"""Names of Megatron's arguments with folders to which Megatron writes nothing before the first checkpoint."""
+"""Megatron's arguments that name folders into which Megatron writes nothing before the first checkpoint."""

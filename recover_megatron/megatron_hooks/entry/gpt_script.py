@@ -35,7 +35,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 SPIKE = 10
-"""Factor: a loss above the largest earlier loss times this factor is a spike (--check-for-spiky-loss)."""
+"""Largest ratio of a loss to the largest earlier loss that is not a spike (--check-for-spiky-loss)."""
 
 FIELDS = (
     "tokens",
@@ -117,7 +117,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
     batch = flatten_batch_for_packed_sequences(batch)
 
     if not _needs_tokens(vp_stage):
-        # On a middle stage of a run with packed sequences only attention uses the batch: it needs the borders.
+        # On a middle stage only attention over packed sequences uses the batch, and needs only the sequence borders.
         borders = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
         return {name: batch[name] if name in borders else None for name in FIELDS}
     return get_batch_on_this_cp_rank(
@@ -130,7 +130,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
 
 
 def _packed_sequences(batch: Batch) -> PackedSeqParams | None:
-    """Return the sequence boundaries of a packed batch for attention; None for a plain batch."""
+    """Return the sequence boundaries that attention needs for a packed batch; None for a plain batch."""
     if batch["cu_seqlens"] is None:
         return None
     real = batch["cu_seqlens"].squeeze(0)
@@ -320,7 +320,7 @@ train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-de
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """Return the ranks of a pipeline that have a word embedding.
 
-    These are the first rank, the last if its output layer is tied to the embedding, and ranks with multi-token
+    These are the first rank, the last rank if its output layer is tied to the embedding, and ranks with multi-token
     prediction.
     """
     holders = {pp_ranks[0]}

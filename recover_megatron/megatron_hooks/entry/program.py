@@ -153,7 +153,7 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def with_checkpoint_args(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a copy of the parsed arguments ``args`` with those that --use-checkpoint-args reads from a checkpoint.
+    """Return a copy of the parsed ``args`` with the values that --use-checkpoint-args reads from a checkpoint.
 
     Without that flag return ``args``.  Megatron's output is dropped, because Megatron reads the values again before it
     validates.  Raises UserError if no checkpoint is given, or if Megatron refuses it or exits.

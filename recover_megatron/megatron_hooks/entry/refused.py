@@ -1,4 +1,4 @@
-"""Flags of Megatron that --recover refuses, because recovery would not be exact or is untested, or that it changes.
+"""Flags of Megatron that --recover changes, or refuses because recovery would not be exact or is untested.
 
 ``ADJUSTED`` lists the flags that --recover changes.  Each change is logged at the start, and is of one of two kinds:
 
@@ -48,7 +48,7 @@ EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
 
 
 def yet(flag: str, why: str, when: Condition | None = None, among: str = "--recover") -> Rule:
-    """Return a rule that refuses ``flag`` if ``when`` is true; default: if the flag is given.
+    """Return a rule that refuses ``flag`` if ``when`` is true, or, without ``when``, if the flag is given.
 
     ``why``: the reason, as a clause.  ``among``: the flags with which ``flag`` cannot be combined.
     """
@@ -86,7 +86,7 @@ RULES = [
     yet("--enable-ft-package", "its ft_launcher restarts all workers when one dies, but recover-run keeps the others "
          "running; --recover-hang-timeout detects a worker that hangs"),
     yet("--fault-injector-ranks, --fault-injector-num-ranks", "Megatron's injector broadcasts a plan at the start of "
-         "train(), for which a later worker would wait; use --recover-inject to make a worker exit, hang or fail",
+         "train(), for which a newcomer would wait; use --recover-inject to make a worker exit, hang or fail",
          is_set("fault_injector_ranks", "fault_injector_num_ranks")),
     yet("--hybrid-context-parallel", "microbatches then differ in size"),
     yet("--phase-transition-iterations", "Megatron restarts its sample count at a transition, but --recover numbers "
@@ -161,7 +161,7 @@ SHARDED_RULES = [
     _of_shards("--ddp-reduce-scatter-with-fp32-accumulation", "--recover sums gradients in their dtype: use "
                "--accumulate-allreduce-grads-in-fp32"),
     _of_shards("--save-wgrads-interval", "no worker holds the complete sum of the gradients"),
-    _of_shards("--qk-clip", "clipping scales complete weights, but a worker has a shard of their float32 copies; "
+    _of_shards("--qk-clip", "clipping scales complete weights, but a worker has only a shard of their float32 copies; "
                "Megatron itself fails with this combination"),
     _of_shards("--mtp-detach-heads", "the gradients of detached heads have a separate norm"),
 ]  # fmt: skip
@@ -232,8 +232,8 @@ def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, 
     least = _least(args) * lanes
     if micro and whole and whole // (micro * least) < config.max_replicas:
         why = f" of at least {least} microbatches (interleaved pipeline)" if least > lanes else ""
-        found.append(f"{flag}: a global batch of {whole // micro} microbatches is enough for "
-                     f"{whole // (micro * least)} replicas{why}: lower it or raise --global-batch-size")  # fmt: skip
+        found.append(f"{flag}: a global batch of {whole // micro} microbatches is enough for {whole // (micro * least)}"
+                     f" replicas{why}: lower the value or raise --global-batch-size")  # fmt: skip
     return found
 
 
@@ -273,7 +273,7 @@ def _groups_of_microbatches(args: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Adjusted:
-    """Change that --recover makes to Megatron's arguments: if they fulfil ``given``, it sets them to ``values``.
+    """Change that --recover makes to Megatron's arguments: if they fulfil ``given``, --recover sets ``values``.
 
     ``values``: name of an argument -> value; names that this Megatron lacks are ignored.  ``words``: the change and its
     reason, for the log.

@@ -7,9 +7,10 @@
 The workers of a column, which have the same position in every shard group, sum their shards.  This module does not
 scale gradients: before its reduce-scatter, Megatron divides them by the launch's number of data-parallel ranks.
 
-If a strategy does not shard gradients (``optim``), each worker accumulates the complete bucket over the microbatches of
-a pass.  At the end of the pass Megatron reduces the bucket in place, after which only this worker's shard is a valid
-sum.  So a further pass of the same step starts from zeros, and at its end the shard's earlier value is added.
+If --data-parallel-sharding-strategy does not shard gradients (``optim``), each worker accumulates the complete bucket
+over the microbatches of a pass.  At the end of the pass Megatron reduces the bucket in place, after which only this
+worker's shard is a valid sum.  So a further pass of the same step starts from zeros, and when that pass ends, the
+shard's sum over the earlier passes is added.
 
 Shards are padded to equal sizes, and the padding of a communication buffer is uninitialized memory, so the padding is
 zeroed before a shard is summed.
@@ -41,13 +42,13 @@ class FsdpBuckets:
     """The gradient shards of this worker's model chunks, numbered as in ``gradients``.
 
     Has the attributes and methods of ``buckets.Buckets`` that a step needs.  ``accumulated`` counts every gradient that
-    Megatron adds.  ``shadows``: None if each shard group has the complete optimizer state.  If the state is sharded
-    over the shard groups: number of copies of each part in addition to the owner's copy.
+    Megatron adds.  ``shadows``: None if each shard group has the complete optimizer state.  Otherwise the number of
+    copies of each part of the state in addition to the owner's copy.
     """
 
     overlap: Overlap | None = None
     overlaps = False
-    """False: parameters are gathered over shard groups before the next forward pass begins, not during that pass."""
+    """False, because parameters are gathered over shard groups before the next forward pass, not during that pass."""
     instances = 1
 
     def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated, shadows: int | None) -> None:
@@ -121,7 +122,7 @@ class FsdpBuckets:
         self._before.clear()
 
     def _inside_alone(self, pipeline: Any) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-        """Return a wrapper that reduces only inside the shard group, and reports complete shards to the step."""
+        """Return a decorator for Megatron's reduction: sum only inside the shard group, and report complete shards."""
 
         def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
             def _bucket_group_gradient_reduce(
@@ -129,7 +130,7 @@ class FsdpBuckets:
             ) -> bool:
                 done = original(bucket_group, async_op, **{OUTER_SUM: False})
                 if outer_fsdp_group_grad_reduce:
-                    with torch.cuda.stream(pipeline.rs_stream):  # Megatron added the last gradient on it
+                    with torch.cuda.stream(pipeline.rs_stream):  # Megatron added the last gradient on this stream
                         for of_group in bucket_group:
                             self._ready(self._number[id(pipeline), of_group])
                 return done
@@ -152,10 +153,10 @@ class FsdpBuckets2:
 
     overlap: Overlap | None = None
     overlaps = False
-    """False: no parameters are gathered over shard groups."""
+    """False, because no parameters are gathered over shard groups."""
     instances = 1
     shards = None
-    """None: each shard group has the complete optimizer state."""
+    """None, because each shard group has the complete optimizer state."""
 
     def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated) -> None:
         grid = manager.view.grid
@@ -170,7 +171,7 @@ class FsdpBuckets2:
         self._parts: list[tuple[Column, torch.Tensor]] = [(outer, one.main_grad.local_buffer) for one in self._groups]
         self._padding = [list(version2.padding(one.main_grad)) for one in self._groups]
         self._unfinished: set[int] = set()
-        """Numbers of the shards that are not complete yet in the present pass."""
+        """Numbers of the shards that are not complete yet in the current pass."""
         for number, group in enumerate(self._groups):
             group.reduce_partial_gradients = self._inside_alone(number)(group.reduce_partial_gradients)
         for chunk in model:
@@ -212,7 +213,7 @@ class FsdpBuckets2:
             shard[span.start : span.stop] = 0
 
     def _inside_alone(self, number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a wrapper that reduces only inside the shard group, and reports complete shards to the step."""
+        """Return a decorator for Megatron's reduction: sum only inside the shard group, and report complete shards."""
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:

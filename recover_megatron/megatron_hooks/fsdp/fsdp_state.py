@@ -1,17 +1,22 @@
-"""Parameter shards of a worker with Megatron-FSDP, and the cleanup of a model after an interrupted iteration.
+"""A worker's parameter shards under Megatron-FSDP, and the cleanup of a model after an interrupted iteration.
 
 A worker's state consists of its own shards.  All other parts of the parameters are gathered again in each iteration.
 
 Functions that are wrapped when a model is built (``install_meshes``):
 
 device_mesh._get_pg_from_name           returns the process group that was passed to the mesh, if this package created
-                                        the group: torch would look up its name, and find a group of the launch or none
-update_uneven_dtensor_chunk_metadata,   workers exchange which part of a parameter each has.  Skipped if one worker
-validate_uneven_dtensor                 builds a model alone: only checkpoints need this exchange, and they repeat it
-sync_rng_states_across_tp_group         also skipped in that case, since random numbers are seeded for each microbatch
-FullyShardedDataParallel.__init__       builds as for no_shard, also with --outer-dp-sharding-strategy optim (`outer`)
-_init_optimizer_states_with_dummy_values   creates the moments into which a checkpoint is loaded.  A precision-aware
-                                        optimizer ignores ``grad``, which Megatron sets, so ``decoupled_grad`` is set
+                                        that group.  Torch would otherwise look up the group's name, and find a group
+                                        of the launch or no group
+update_uneven_dtensor_chunk_metadata,   exchange between workers which part of a parameter each worker has.  A worker
+validate_uneven_dtensor                 that builds a model alone skips this exchange: only checkpoints need it, and
+                                        each checkpoint repeats it
+sync_rng_states_across_tp_group         a worker that builds a model alone also skips this function, because random
+                                        numbers are seeded for each microbatch
+FullyShardedDataParallel.__init__       builds the model as for no_shard, even with --outer-dp-sharding-strategy optim
+                                        (`outer`)
+_init_optimizer_states_with_dummy_values   creates the moments into which a checkpoint is loaded.  Megatron sets only
+                                        ``grad``, which a precision-aware optimizer ignores, so the wrapper also sets
+                                        ``decoupled_grad``
 """
 
 from __future__ import annotations
@@ -43,10 +48,10 @@ def local(value: Any) -> Any:
 
 
 def weights(chunk: Any) -> list[torch.Tensor]:
-    """Return a model chunk's parameter tensors, in a fixed order.  Each is equal on all workers of a column.
+    """Return a model chunk's parameter tensors, in a fixed order.  Each tensor is equal on all workers of a column.
 
-    With Megatron-FSDP: this worker's shards of the model parameters and, unless main parameters are sharded over the
-    shard groups, of the main parameters; without the buffers' padding.
+    With Megatron-FSDP: this worker's shards of the model parameters and of the main parameters, without the buffers'
+    padding.  Main parameters that are also sharded over the shard groups are left out.
     """
     if not is_fsdp(chunk):
         return [parameter.data for parameter in chunk.parameters()]
@@ -63,7 +68,7 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Reset a model chunk after an exception in the middle of an iteration to the state between two iterations.
+    """Reset a model chunk to its state between two iterations, after an exception has interrupted an iteration.
 
     Does not wait for operations of the broken shard group, whose process groups have been aborted.
     """
@@ -94,7 +99,7 @@ def _tidy_reductions(pipeline: Any, groups: Any) -> None:
     pipeline.grad_reduce_queue.clear()
     for number, status in list(pipeline.bucket_status.items()):
         buffer = pipeline.get_fsdp_buffer(number)
-        # After an exception torch keeps the coalesced operations of a batch, and would refuse the next batch.
+        # If coalescing was interrupted, torch still has the list of coalesced operations, and would refuse a new list.
         dist.distributed_c10d._world.pg_coalesce_state.pop(buffer.data_parallel_group, None)
         abandon(buffer)
         buffer.reset_param_main_grad()
@@ -116,9 +121,9 @@ def _tidy_gathering(pipeline: Any, groups: Any) -> None:
 
 
 def abandon(buffer: Any) -> None:
-    """Drop the present memory of the bucket of ``buffer`` without touching it; the next use allocates new memory.
+    """Drop the current memory of the bucket of ``buffer`` without touching it; the next use allocates new memory.
 
-    An abandoned operation may still read and write the present memory until gloo notices that the connections are
+    An abandoned operation may still read and write the old memory until gloo notices that the connections are
     closed.  The operation's references to its tensors do not protect this memory, because Megatron frees a bucket by
     resizing its storage to 0, and reuses a double buffer (--fsdp-double-buffer) for the next bucket.
     """
@@ -150,15 +155,16 @@ def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
 def forget_meshes() -> None:
     """Clear torch's cache of sharding propagation, whose results refer to the device meshes of a deleted model.
 
-    Torch would use these results for a new model, because its meshes compare equal, although they have other groups.
+    Otherwise torch would use these results for a new model, whose meshes compare equal but have other groups.
     """
     debug._clear_sharding_prop_cache()
 
 
 def install_meshes(alone: Callable[[], bool], ours: tuple[type, ...]) -> None:
-    """Wrap the functions listed above, once per process; raises UserError if torch or Megatron has other signatures.
+    """Wrap the functions that the module's docstring lists, once per process.
 
-    ``alone``: returns whether this worker builds a model without other workers.  ``ours``: types of this package's
+    Raises UserError if torch is too old, or if a function has an unexpected signature.  ``alone``: function that
+    returns whether this worker builds a model without other workers.  ``ours``: types of this package's
     process groups.
     """
     if not hasattr(device_mesh, "_get_pg_from_name"):

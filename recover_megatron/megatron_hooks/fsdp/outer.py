@@ -1,4 +1,4 @@
-"""Optimizer state that is sharded over Megatron-FSDP's shard groups, too (--outer-dp-sharding-strategy optim)."""
+"""Optimizer state sharded both inside and across Megatron-FSDP's shard groups (--outer-dp-sharding-strategy optim)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OuterBucket:
 
     @property
     def main(self) -> torch.Tensor:
-        """The 32-bit parameters that Megatron's own optimizer would update, flat; has no memory after ``release``."""
+        """The 32-bit parameters that Megatron's own optimizer would update, flat; without memory after ``release``."""
         shard: torch.Tensor = self.group.main_weight_buffer.get_shard_from_local_buffer()
         return shard
 
@@ -61,18 +61,18 @@ class OuterBucket:
 
 
 LAUNCH = -1
-"""Number of a temporary unit: Megatron's complete state, until this state is cut into pieces."""
+"""Number of the temporary unit that has Megatron's complete state, until the state is cut into one unit per worker."""
 MAIN, MOMENTS = "main", ("exp_avg", "exp_avg_sq")
 
 
 class InShardGroups(Keeping):
-    """Storage of an optimizer state that is sharded over the shard groups, too, with shadows.
+    """Storage of an optimizer state and its shadows, sharded both inside and across the shard groups.
 
         worker's shard of a buffer   |--------------- inner shard ---------------|    equal on a column's K workers
         main parameters, moments     |== unit 0 ==|== unit 1 ==| .. |= unit K-1 =|    each on its owner and its shadows
 
-    Megatron is built as for ``no_shard`` (`fsdp_state`), because with ``optim`` a shard group also has all gradients
-    and model parameters.  Megatron's own main parameters and moments are freed once the pieces
+    The model is built as for ``no_shard`` (`fsdp_state`), because with ``optim``, too, each shard group has all
+    gradients and model parameters.  Megatron's own main parameters and moments are freed once the pieces
     (`optimizer.shard_fragments`) have separate memory.  While a checkpoint is written, each worker again has the
     complete state of its column, so checkpoints equal Megatron's checkpoints with ``no_shard``.  (With ``optim``
     Megatron 0.19.2 itself computes different results: `hostdevice.flags.outer_sharding`.)
@@ -223,5 +223,5 @@ def _like(parameter: Any, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` without the moments: at most the number of updates, if it is counted per parameter."""
+    """Return ``state`` without the moments: empty, or the number of updates if it is counted per parameter."""
     return {name: value for name, value in state.items() if name not in MOMENTS}

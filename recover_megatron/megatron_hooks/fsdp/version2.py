@@ -10,8 +10,8 @@ microbatch and accumulate their shards.  Differences between Megatron d98e8a6 an
                                                                          which no operation of a broken group can write
     Megatron: the norm is summed over the data-parallel ranks twice      here: once, as in plain data parallelism
 
-At the last reduction of a pass ("is_last_microbatch"), Megatron's library would reduce over outer axes.  There the hook
-gives the shard to the step instead.
+At the last reduction of a pass ("is_last_microbatch"), Megatron's library would reduce over outer axes.  Instead, the
+hook then gives the shard to the step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _in_shard_groups(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _not_the_last(context: Any) -> Iterator[None]:
-    """Context for all microbatches of a pass except the last."""
+    """Context in which Megatron-FSDP treats no microbatch as the last microbatch of a pass."""
     context.is_last_microbatch = False
     try:
         yield
@@ -76,7 +76,7 @@ def _not_the_last(context: Any) -> Iterator[None]:
 
 
 def _inside_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function return the model-parallel group, because the norm is already summed over each mesh."""
+    """Make ``get_grad_stats_parallel_group`` return the model-parallel group: norms are already summed over meshes."""
 
     def get_grad_stats_parallel_group(self: Any) -> Any:
         return parallel_state.get_model_parallel_group()
@@ -108,7 +108,7 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Reset a model chunk after an exception in the middle of an iteration to the state between two iterations.
+    """Reset a model chunk to its state between two iterations, after an exception has interrupted an iteration.
 
     A pending operation of the broken shard group may still write to the memory of gathered parameters, so this function
     allocates new memory.  Later work on the current stream is ordered after all work on Megatron's two streams.

@@ -1,13 +1,14 @@
 """Gradient buckets: the step of --recover sums each of Megatron's buckets over the data-parallel ranks.
 
-start_grad_sync      Megatron calls it when a bucket has all its gradients: they are scaled, and the step may sum them
+start_grad_sync      called by Megatron when a bucket has all its gradients.  They are scaled, and may then be summed
 end of the schedule  Megatron's finalize function is delayed until the commit (see `trainer`)
 another pass         after a loss: LOCAL segments are unscaled, gradients of the lost microbatches are added to them,
                      and they are scaled again
 finish_grad_sync     Megatron calls it after the commit: the bucket is marked as summed
 
 As in stock Megatron, gradients are scaled before the sum, because the sum is computed in their dtype and may overflow.
-An average (--ddp-average-in-collective) is also computed as a sum, of gradients divided by the ranks at launch.
+An average (--ddp-average-in-collective) is also computed as a sum: of gradients divided by the number of ranks
+at launch.
 
 With the distributed optimizer the update of --recover gathers the parameters (`sharded_optimizer`).  Megatron's calls
 that would gather them do nothing, or, with --overlap-param-gather, wait for that gather.
@@ -146,7 +147,7 @@ class Buckets:
                 self._finish_group(group)
 
     def _finish_group(self, group: Any) -> None:
-        """Copy gradients of ``group`` that are outside the buffer into it, make Megatron's checks, and scale all."""
+        """Copy gradients of ``group`` from outside the buffer into it, run Megatron's checks, and scale the buckets."""
         self._finished.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):
@@ -156,7 +157,7 @@ class Buckets:
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         with torch.no_grad():
-            for bucket in group.buckets:  # REDUCED segments are scaled too, but they have been saved
+            for bucket in group.buckets:  # REDUCED segments are scaled too, but their sums have been saved
                 factor = self._factors[self.number(bucket)]
                 if factor != 1.0:
                     bucket.grad_data *= factor
@@ -171,7 +172,8 @@ class Buckets:
 def install(known: Callable[[], Buckets | None]) -> None:
     """Wrap Megatron's methods of bucket groups; raises UserError if their signatures are unknown.
 
-    ``known``: returns the model's ``Buckets``, or None before they exist.  Bucket groups of other models are unchanged.
+    ``known``: function that returns the model's ``Buckets``, or None before they exist.  Bucket groups of other models
+    are unchanged.
     """
 
     def start_grad_sync(buckets: Buckets, group: Any, *unused: Any, **unused_too: Any) -> None:

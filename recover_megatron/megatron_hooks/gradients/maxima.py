@@ -4,8 +4,8 @@
     ``Scales``            --fp8-recipe delayed: the largest value of each tensor that Transformer Engine rounds to 8
                           bits, from which it computes the scale
 
-The tail can only be summed.  So it has separate numbers for each microbatch, to which only the worker that ran the
-microbatch contributes, and all workers receive them.  After the commit each worker computes the maximum over the
+The tail can only be summed.  So it has separate numbers for each microbatch.  Only the worker that ran the microbatch
+contributes to its numbers, and all workers receive them.  After the commit each worker computes the maximum over the
 complete batch.  Evaluations, recomputations in the backward pass and abandoned attempts do not count.
 """
 
@@ -71,7 +71,7 @@ class _Maxima:
             self._rows.update(zip(ids, whole, strict=True))
 
     def read(self) -> torch.Tensor:
-        """Return the rows of all microbatches, zeros for a microbatch that this worker has not run.
+        """Return the rows of all microbatches, with zeros for a microbatch that this worker has not run.
 
         The result is float64, flat (microbatch * width + number) and on the host.
         """
@@ -94,8 +94,8 @@ class AttentionLogits(_Maxima):
 
     Megatron keeps a maximum per head over a worker's microbatches, and reduces it over all workers in the update
     (``clip_qk``).  With --recover a replica may be lost between the commit and the update, and its maxima would be
-    missing.  So the maxima are exchanged before the commit.  An evaluation does not count; in stock Megatron it counts
-    for the next step.
+    missing.  So the maxima are exchanged before the commit.  Maxima of an evaluation do not count; in stock Megatron
+    they count for the next step.
     """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
@@ -158,13 +158,13 @@ class AttentionLogits(_Maxima):
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 """Transformer Engine's keys, in a module's ``fp8_meta``, of the scales and the maxima of each pass."""
 FORGOTTEN = "global_fp8_buffer_pos_fwd_recompute"
-"""Transformer Engine's key of the scales that a module has saved for a recomputation; invalid after ``reset``."""
+"""Transformer Engine's key of the scales that a module has saved for a recomputation; invalid after a ``reset``."""
 
 ONCE_A_STEP = Adjusted(
     "--fp8-recipe delayed",
     scales_by_history,
     {},
-    "scales change once a step, not after each microbatch, by the maxima of the complete batch: a history covers "
+    "scales change once a step, not after each microbatch, by the maxima of the complete batch, so a history covers "
     "--fp8-amax-history-len steps, and in the first step all scales are 1",
     off=False,
 )
@@ -172,7 +172,7 @@ ONCE_A_STEP = Adjusted(
 
 @functools.cache
 def _engine() -> tuple[Any, Any, Callable[..., None]]:
-    """Return (Transformer Engine, its manager of scales, the manager's function that updates scales), and patch it.
+    """Patch Transformer Engine; return (its module, its manager of scales, the manager's original update function).
 
     Transformer Engine updates the scales after each pass of a microbatch, from maxima that it reduces over workers.
     After the patch only the returned function updates scales, without a reduction.  Raises UserError if this

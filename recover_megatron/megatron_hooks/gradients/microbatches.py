@@ -9,9 +9,9 @@ that the run has consumed before this iteration.  Its samples are:
     ByNumber   --dataloader-type external: the samples that the user's loader returns for the number first / size
     InTurn     --full-validation: one sample for each rank in turn; after its last sample a rank begins again
 
-The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  The skipped iterations
-that directly follow a step count in the version of the state after that step, so a worker that joins begins after them.
-steps.jsonl has no line for skipped iterations; the next line contains their number.
+The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  The version
+of the state after a step includes the skipped iterations that directly follow, so a joining worker begins after them.
+steps.jsonl has no line for skipped iterations; the next line shows how many were skipped.
 
 Random numbers are a function of (seed, iteration, microbatch, position), never of the worker that runs the microbatch
 (``MicrobatchSeeds``).  Gradients are counted when they are added to the buffer (``Accumulated``).
@@ -42,10 +42,10 @@ from recover_megatron.workload.assign import group_size
 class Accumulated:
     """Counts, for each dense parameter, the microbatches whose gradients were added to the buffer.
 
-    The largest count of a model chunk is its number of microbatches: some parameters get no gradient from a microbatch,
-    such as a vision transformer's from a sample without an image, but at least one gets it.  Several gradients of a
-    parameter in one call of Megatron's backward pass count once: modules with separate backward passes may share the
-    parameter (--overlap-moe-expert-parallel-comm), or its layer may be used twice and recomputed.
+    The largest count of a model chunk is its number of microbatches, because at least one parameter gets a gradient
+    from every microbatch.  Others may not, such as a vision transformer's from a sample without an image.  Several
+    gradients of a parameter in one call of Megatron's backward pass count once, because modules with separate backward
+    passes may share the parameter (--overlap-moe-expert-parallel-comm), or its layer may be used twice and recomputed.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Accumulated:
 def has_gradient(output: Any) -> bool:
     """Return whether Megatron will run a backward pass from ``output``, the output of a forward step.
 
-    Megatron does not (``schedules.backward_step``) if no trained parameter took part in the forward step, for example
+    Megatron runs none (``schedules.backward_step``) if no trained parameter took part in the forward step, for example
     if only a frozen language model processed text.
     """
     first = output[0] if isinstance(output, list) else output
@@ -144,8 +144,9 @@ def grouped(model: Any, count: int) -> AbstractContextManager[None]:
 def whole_pass(model: Sequence[Any]) -> Iterator[None]:
     """Context of a forward and backward pass over the chunks ``model``, which cleans up if an exception ends the pass.
 
-    With --delay-wgrad-compute Transformer Engine queues the inputs of weight gradients: the queues are emptied.  With
-    --overlap-moe-expert-parallel-comm Megatron uses a second stream: the current stream waits for that stream.
+    With --delay-wgrad-compute Transformer Engine queues the inputs of weight gradients; the cleanup empties the queues.
+    With --overlap-moe-expert-parallel-comm Megatron uses a second stream; the cleanup makes the current stream wait for
+    it.
     """
     try:
         yield
@@ -177,7 +178,7 @@ def mix(*numbers: int) -> int:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the functions that read skipped batches, save random states, or draw a bias once.
+    """Wrap the functions that read skipped batches, save random states, or draw a router's bias once.
 
     Saved random states have no effect with --recover (see ``MicrobatchSeeds``).  But with --data-parallel-random-init a
     later start reads one state for each replica of the launch, so the states of lost replicas are filled in.
@@ -249,7 +250,7 @@ class MicrobatchSeeds:
         for number, name in enumerate(sorted(states)):
             own = (0,) if name in SAME_ON_TENSOR_RANKS else ranks
             seed = mix(base, number + 1, *own)
-            if isinstance(states[name], torch.Generator):  # of Transformer Engine: CUDA graphs refer to it
+            if isinstance(states[name], torch.Generator):  # Transformer Engine's generator: CUDA graphs refer to it
                 states[name].manual_seed(seed)
                 continue
             self._scratch.manual_seed(seed)
@@ -277,7 +278,7 @@ class InOrder:
 
 
 class ByNumber:
-    """Order of a user's loader, which returns microbatches by their number in the run.  ``size``: samples of each."""
+    """Order of a user's loader, which returns microbatches by number in the run.  ``size``: samples of a microbatch."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -34,8 +34,8 @@ REMIND_SECONDS = 600.0
 class Console:
     """Logs losses, returns and degraded operation, on the worker that prints Megatron's training log.
 
-        planned, for a new plan      logs a returned replica, and a loss outside of a step; keeps a loss in a step
-        step, after each step        logs the kept losses, with the time that they cost; every ten minutes logs that
+        planned, for a new plan      logs a returned replica, and a loss outside of a step; saves a loss in a step
+        step, after each step        logs the saved losses, with the time that they cost; every ten minutes logs that
                                      replicas are missing
 
     Every worker with a place keeps this record, since the worker that prints may be lost.  Used by the main thread.
@@ -47,7 +47,7 @@ class Console:
         self._gone: dict[int, int] = {}
         """Missing replica -> iteration in which the replica was lost."""
         self._degraded: tuple[int, float] | None = None
-        """(iteration, ``time.monotonic()``) when the first missing replica was lost; None: no replica is missing."""
+        """(iteration, ``time.monotonic()``) when the first missing replica was lost; None if no replica is missing."""
         self._reminded = 0.0
         self._epoch = 0
 

@@ -30,8 +30,8 @@ _REMOVERS = ("remove_hooks", "remove_activation_hooks", "remove_tpe_hooks")
 def install(known: Callable[[], tuple[int, int]]) -> None:
     """Wrap the constructor of the routers' trace; raises UserError if its signature is unknown.
 
-    ``known()``: returns (this worker's slot, number of iterations that the run has completed).  The slot names the
-    worker's trace files, because no two live workers have the same slot.
+    ``known``: function that returns (this worker's slot, number of iterations that the run has completed).  The slot
+    names the worker's trace files, because no two live workers have the same slot.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +40,7 @@ def install(known: Callable[[], tuple[int, int]]) -> None:
             if made <= 0:
                 return original(self, output_dir, max_steps, rank, *args, **kwargs)
             os.makedirs(output_dir, exist_ok=True)
-            with TemporaryDirectory() as scratch:  # here the constructor truncates no file of the run
+            with TemporaryDirectory() as scratch:  # in this folder, the constructor truncates no file of the run
                 original(self, scratch, max_steps, slot, *args, **kwargs)
             self.output_dir, self._captured_steps, self._stopped = output_dir, made, made >= max_steps
             for name, offset in (("output_path", ""), ("hs_path", "_hs_offset"), ("logits_path", "_logits_offset")):
@@ -65,7 +65,7 @@ def _end_line(path: str) -> None:
 
 
 def leave() -> None:
-    """Remove Megatron's hooks on layers after a step that this worker has left unfinished, and drop their records."""
+    """Remove Megatron's hooks on layers, and drop the hooks' records, after this worker has left a step unfinished."""
     for name in _LOGGERS:
         module = sys.modules.get(name)
         if (logger := getattr(module, "_LOGGER", None)) is not None:
@@ -79,7 +79,7 @@ def leave() -> None:
         tracer.remove_hooks()
         tracer.records.clear()
         tracer._router_state.clear()
-        with suppress(OSError):  # a full disk
+        with suppress(OSError):  # for example, the disk is full
             tracer.flush()
         vars(traces)["_MOE_ROUTER_TRACER"] = None
 

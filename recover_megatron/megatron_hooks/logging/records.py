@@ -43,7 +43,7 @@ KEPT_BYTES = 2 << 20
 class Records:
     """Recent step lines of one worker, and the record files if this worker writes them.
 
-    ``folder``: folder of the files; None: no file is written.
+    ``folder``: folder of the files; None if no files are written.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -76,7 +76,7 @@ class Records:
         iteration = args.curr_iteration + 1
         skipped = skipped_before(iteration, args.iteration, to_skip())
         (before, left_out), left_out_now = self._left_out, args.skipped_train_samples
-        # If Megatron has decreased this iteration's batch, it counts the left-out samples after train_step returns.
+        # If Megatron has decreased this iteration's batch, it counts the skipped samples only after train_step returns.
         decreased = get_current_global_batch_size() - get_current_running_global_batch_size()
         self._left_out = iteration, left_out_now + decreased
         if not self._candidate(manager):
@@ -110,7 +110,7 @@ class Records:
     def planned(self, manager: Manager) -> None:
         """Start or stop writing, if a new epoch's plan makes another worker the writer.
 
-        Before the next step, a new writer writes the lines that the lost writer had not written, since the run may end.
+        A new writer immediately writes the lines that the lost writer had not written, since the run may end any time.
         """
         view = manager.view
         decision, failure = view.decision, view.lost
@@ -158,7 +158,7 @@ class Records:
             return self._checkpoint
         if args.load and args.iteration:
             return f"iteration {args.iteration} in {args.load} (from which this run started)"
-        return "none was written (--save and --save-interval write them)"
+        return "none was written (--save and --save-interval enable checkpoints)"
 
     def _candidate(self, manager: Manager) -> bool:
         return (
@@ -208,7 +208,7 @@ class Records:
 
 
 def _still_in(manager: Manager) -> bool:
-    """Return False if this worker was evicted: then another worker writes the files.
+    """Return False if this worker was evicted, because another worker then writes the files.
 
     A process that was suspended (SIGSTOP) may not know this yet, so this function waits until the coordinator answers
     or the run is over.
@@ -225,8 +225,8 @@ def _still_in(manager: Manager) -> bool:
 def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, recoveries: int) -> None:
     """Write a completed step's metrics to TensorBoard and W&B, on the rank that has Megatron's writers.
 
-    The metrics have the names of docs/reference/metrics.md.  A counter of that page is written as the increment of this
-    iteration, because a new writer does not know the sum.
+    The metrics have the names of docs/reference/metrics.md.  For a counter, only the increment of this iteration is
+    written, because a new writer does not know the total.
     """
     decision, launched = manager.view.decision, manager.view.grid.launched
     recovering = sum(outcome.seconds.values())

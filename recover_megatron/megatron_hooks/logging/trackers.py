@@ -45,7 +45,8 @@ BALANCING = {
 class _Sums:
     """Sums of one kind.
 
-    ``size``: number of elements.  ``find``: returns the tensor that accumulates the sums; None before it exists.
+    ``size``: number of elements.  ``find``: function that returns the tensor that accumulates the sums, or None before
+    the tensor exists.
     """
 
     size: int
@@ -108,7 +109,7 @@ class Trackers:
         """
         tracker = get_moe_metrics_tracker()
         for name in self._experts:
-            tracker.ensure_initialized(name, self._layers)  # Megatron would do this later in a stage without experts
+            tracker.ensure_initialized(name, self._layers)  # in a stage without experts, Megatron does this only later
             entry = tracker.metrics[name]
             entry.needs_dp_avg = False
             if entry.avg_group is not None:
@@ -144,7 +145,7 @@ def _of_indexer(args: Any) -> list[_Sums]:
 def install(loop: Loop, active: Callable[[], bool]) -> None:
     """Wrap Megatron's function that sums sequence lengths over all ranks, because ``Trackers`` has summed them already.
 
-    ``active``: returns whether training with recovery has begun on this worker.
+    ``active``: function that returns whether training with recovery has begun on this worker.
     """
 
     def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +165,7 @@ def install(loop: Loop, active: Callable[[], bool]) -> None:
 
 
 INTERVAL = "interval-time"
-"""Name of Megatron's timer of the seconds since the last row of its log."""
+"""Name of Megatron's timer that measures the seconds since the last row of Megatron's log."""
 CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
 """Values of multi-token prediction that Megatron's log counts from the start of the run."""
 
@@ -181,7 +182,7 @@ class LogTotals:
         self.names: list[str] = []
         """Names of the losses that a step logs, in the order of these losses in the step's tail."""
         self._seconds = 0.0
-        """Seconds since the last row that Megatron's timer does not contain, because train() was left in between."""
+        """Seconds, since the last row, that Megatron's timer has not measured because train() was left in between."""
 
     def take_up(self, totals: dict[str, Any]) -> None:
         """Restore the saved sums into ``totals``, train()'s variable, before Megatron adds an iteration to them."""
@@ -205,10 +206,10 @@ class LogTotals:
         }
 
     def load(self, tree: dict[str, Any]) -> None:
-        """Adopt a ``tree`` received from another worker; the next iteration of train() restores it."""
+        """Adopt a ``tree`` received from another worker; the next iteration of train() restores its sums."""
         self.names = list(tree["names"])
         self._totals, self._seconds = _on_device(tree["totals"]), tree["seconds"] - _seconds()
-        for name in CUMULATIVE:  # the received state has no entry before the first count
+        for name in CUMULATIVE:  # a state that was sent before the first count lacks these entries
             MTPLossLoggingHelper.tracker.pop(name, None)
         MTPLossLoggingHelper.tracker.update(_on_device(tree["cumulative"]))
 
@@ -269,7 +270,7 @@ class RouterSums:
         return torch.cat(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Store the sum of ``whole`` over the tensor ranks, which had other tokens, in the routers.
+        """Sum ``whole`` over the tensor ranks, which had different tokens, and store the total in the routers.
 
         ``whole``: the sum of ``read`` over the column.
         """
@@ -280,7 +281,7 @@ class RouterSums:
             torch.distributed.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
         at = 0
         for tensor, dtype in zip(self._every, self._types, strict=True):
-            # The original dtype: from a 16-bit sum Megatron computes a 16-bit update of the bias.
+            # In the original dtype, because Megatron computes the bias's update in the dtype of the sum.
             tensor.data = whole[at : at + tensor.numel()].view_as(tensor).to(device=tensor.device, dtype=dtype)
             at += tensor.numel()
 

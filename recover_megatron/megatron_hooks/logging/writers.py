@@ -1,13 +1,12 @@
-"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes, and its successors remember.
+"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes; others keep recent calls.
 
 In Megatron only the last rank has writers.  Every worker that may become the last rank has a ``Stub`` for each writer:
 
     Remembering --begin()--> Writing     opens a writer and repeats the calls that the lost writer may not have written
          '------- rest() ------'
 
-If the last rank is killed, the calls in its queues are lost, so its successor repeats recent calls.  A repeated value
-may appear twice, with the same step and value.  A thread calls the writers, so that no disk or server delays the
-training.
+If the last rank is killed, the calls in its queues are lost, so the new last rank repeats recent calls.  A repeated
+value may appear twice, with the same step.  A thread calls the writers, so that no disk or server delays the training.
 
 ``ProgressLog`` writes the lines that --log-progress adds to progress.txt in the folder of --save, also in a thread.
 """
@@ -54,8 +53,8 @@ NOT_OF_WANDB = ("flush", "close")
 class Stub:
     """Stand-in for one of Megatron's writers: forwards logging calls if this worker writes, otherwise keeps them.
 
-    ``writer``: Megatron's writer; None on a worker without a writer.  ``open_``: opens and returns a writer.
-    ``iteration``: returns the current iteration.
+    ``writer``: Megatron's writer; None on a worker without a writer.  ``open_``: function that opens and returns a
+    writer.  ``iteration``: function that returns the current iteration.
     """
 
     def __init__(self, name: str, writer: Any, open_: Callable[[], Any], iteration: Callable[[], int]) -> None:
@@ -115,7 +114,7 @@ class Stub:
     def missed(self) -> None:
         """Stop writing and forget the kept calls, because other workers have finished steps without this worker.
 
-        If this worker wrote its old steps again, TensorBoard's server would discard the steps that it missed.
+        If this worker wrote its old steps again, TensorBoard's server would discard the steps that this worker missed.
         """
         self.rest()
         self._kept.clear()
@@ -190,7 +189,7 @@ def _iteration() -> int:
 def _opener(variable: str, setter: str) -> Callable[[], Any]:
     def open_() -> Any:
         args = get_args()
-        last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # Megatron opens it on the last rank
+        last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # the rank that opens writers
         # The function runs with a copy of Megatron's variables, because the original variable contains the ``Stub``.
         variables = {**vars(global_vars), variable: None}
         FunctionType(getattr(global_vars, setter).__code__, variables)(last)
@@ -223,7 +222,7 @@ class ProgressLog:
     """
 
     def __init__(self, alone: Callable[[], bool]) -> None:
-        """``alone``: returns whether this worker builds a model while others train; then this worker logs nothing."""
+        """``alone``: function that returns whether this worker builds a model alone; it then logs nothing."""
         self._alone = alone
         self._process = os.getpid()
         self._files: dict[str, LogWriter] = {}
@@ -248,7 +247,7 @@ class ProgressLog:
 
     def _appending(self, original: Callable[..., None]) -> Callable[..., None]:
         def append_to_progress_log(save_dir: str | None, string: str, barrier: bool = True) -> None:
-            if os.getpid() != self._process:  # a child process that deletes a checkpoint, and tolerates errors
+            if os.getpid() != self._process:  # a child process, which deletes a checkpoint; it tolerates errors
                 return original(save_dir, string, barrier)
             if save_dir is None or self._alone() or dist.get_rank() != 0:
                 return None

@@ -1,1 +1,1 @@
-"""Megatron's training loops, and a worker's part in them: steps, evaluations, turning points, rejoining."""
+"""Megatron's training loops, and a worker's part in them: steps, evaluations, hooks of in-step recovery, rejoining."""

@@ -45,9 +45,9 @@ INITIALIZE = "megatron.bridge.training.initialize"
 def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover: RecoverConfig | None = None) -> None:
     """Call Bridge's ``pretrain`` with the same arguments; with ``--recover`` the run survives deaths.
 
-    ``recover``: the configuration; None: from the ``--recover-*`` flags of the command line.  If the run cannot start,
-    the process prints all reasons and exits with code 2.  If the run ends before its last iteration, the process exits
-    with one of the codes in docs/operations.md.
+    ``recover``: the configuration; if None, it is read from the ``--recover-*`` flags of the command line.  If the run
+    cannot start, the process prints all reasons and exits with code 2.  If the run ends before its last iteration, the
+    process exits with one of the codes in docs/operations.md.
     """
     try:
         recover = config_from_argv(sys.argv[1:]) if recover is None else recover
@@ -78,7 +78,7 @@ class BridgeRun:
         self.loop = Loop("Megatron-Bridge", SUPPORTED, self._seams(), self)
 
     def survive(self) -> None:
-        """Run the training to its end.  If it cannot start, raises UserError before any process group is created."""
+        """Run the training to its end.  Raises UserError before process groups are created, if it cannot start."""
         self._kept = copy.deepcopy(self._call[0])
         self.loop.check()
         if reasons := [reason for seam in OWN_SEAMS if (reason := seam.misfit())]:
@@ -171,7 +171,8 @@ class BridgeRun:
             self._consumed = None
             call = inspect.signature(original).bind(*args, **kwargs)
             self._groups = call.arguments["pg_collection"]
-            # Bridge counts samples with the number of replicas at the loop's start, which may now be after a loss.
+            # Bridge counts samples by the number of replicas that it reads when its loop starts.  If the loop starts
+            # again after a loss, Bridge must still read the launch's number.
             if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
                 call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
                 as_launched.dp = _AsLaunched(self._groups.dp, launched)
@@ -189,14 +190,15 @@ class BridgeRun:
         result = wrapper(original)(*call.args, **call.kwargs)
         state = call.arguments["global_state"]
         if not getattr(state, "_flops_requires_global_reduce", False):
-            # Bridge has summed over this worker's microbatches only.  If the sums are 0, Bridge sums over the batch.
+            # Bridge's sums cover only the microbatches of this worker.  If the sums are 0, Bridge counts the operations
+            # of the complete batch instead.
             state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
         return result
 
     def _count(self) -> None:
         """Count an iteration.  Raises Disagreement if Bridge's sample count did not advance by one batch.
 
-        Without this check the workers could read data from different positions.
+        Without this check, workers could read data from different positions after an error in this count.
         """
         self.arguments.curr_iteration = self.arguments.step
         consumed = self.arguments.consumed_train_samples
@@ -218,7 +220,7 @@ class BridgeRun:
     def _schedule_of_evaluation(self, wrapper: Wrapper) -> Wrapper:
         """Adapt ``wrapper`` so that each evaluation step has as many microbatches per replica as at launch.
 
-        Bridge would divide the evaluation's batch by the number of live replicas.
+        Bridge itself would divide the evaluation's batch by the number of live replicas.
         """
 
         def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,7 +259,7 @@ OWN_SEAMS = (
     Seam(PRETRAIN, "_maybe_destroy_process_group", ("should_destroy",)),
     Seam(TRAIN, "destroy_global_state"),
 )
-"""Functions that are wrapped only with Bridge: the setup, and those that destroy process groups and global state."""
+"""Functions that are wrapped only with Bridge: ``setup``, and functions that destroy process groups or global state."""
 
 
 def seams() -> list[Seam]:
@@ -280,7 +282,7 @@ class _AsLaunched:
 
 
 def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a no-op to replace a function that destroys groups or state, which `fault_tolerance` still needs."""
+    """Return a no-op in place of a function that destroys groups or state: `fault_tolerance` still needs them."""
 
     def left_out(*unused: Any, **unused_too: Any) -> None:
         return None
@@ -289,9 +291,9 @@ def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
-    """Adapt ``wrapper`` to create the pipeline's communicator again for each pass.
+    """Adapt ``wrapper`` to give each forward-backward pass a new pipeline communicator.
 
-    Bridge creates the communicator only once, but it stores global ranks, which change after a loss.
+    Bridge creates only one communicator, which stores global ranks.  But global ranks change after a loss.
     """
 
     def adapted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ COUNTERS = (
     "do_valid",
     "do_test",
 )
-"""Names that are read from and written to Bridge's ``TrainState``."""
+"""Names of arguments that are read from and written to Bridge's ``TrainState``."""
 
 OWN = (
     "iteration", "curr_iteration", "num_floating_point_operations_so_far", "rank", "world_size", SHUFFLED_FOR,
@@ -53,7 +53,7 @@ _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "no_save_rng": lambda config: not config.checkpoint.save_rng,
     "full_validation": lambda config: False,
     "multiple_validation_sets": lambda config: False,
-    # None, so that no ``Stub`` replaces Bridge's writers: Bridge opens them when the present last rank first logs.
+    # None, so that no ``Stub`` replaces Bridge's writers: the current last rank opens them when it first logs.
     "tensorboard_dir": lambda config: None,
     "wandb_project": lambda config: None,
 }
@@ -97,7 +97,7 @@ class BridgeArguments:
         return int(self._own["train_state"].step)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_own":  # ``copy`` asks for them before ``_own`` exists
+        if name.startswith("__") or name == "_own":  # ``copy`` reads such attributes before ``_own`` exists
             raise AttributeError(name)
         own = self._own
         if name in OWN:

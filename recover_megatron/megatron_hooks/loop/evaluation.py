@@ -1,13 +1,15 @@
 """Sections for Megatron's computations over replicas between two steps: evaluation, hashes and norm of parameters.
 
-evaluate_and_print_results()  with --full-validation: the replica's first worker sends the number of steps
+evaluate_and_print_results()  with --full-validation: the replica's first worker sends its peers the number of steps
   evaluate()                  the launch's number of microbatches is distributed over the live replicas
     forward_backward_func()   with ``forward_only``: runs this replica's microbatches of one evaluation step
 
-check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: compares workers with a place
+check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: compares all workers that
+                                          have a place
 calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker sums the main
                                           parameters of which it is the first live holder; before model parameters are
-                                          summed, it waits until they are gathered (--overlap-param-gather)
+                                          summed, the worker waits until they are gathered
+                                          (--overlap-param-gather)
 
 If a worker is lost, the survivors repeat the section from the start.
 """
@@ -32,15 +34,15 @@ from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 
 class Evaluation:
-    """Hooks of one worker's evaluations, and of the hashes and norms of parameters.
+    """Hooks of one worker for evaluations, and for hashes and norms of parameters.
 
-    ``sharded``: returns the distributed optimizer, or None if the run does not shard the optimizer's state.
+    ``sharded``: function that returns the distributed optimizer; None if the optimizer's state is not sharded.
     """
 
     def __init__(
         self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None], manager: Callable[[], Manager | None]
     ) -> None:
-        """``manager``: returns None before the training; in that case Megatron evaluates without recovery."""
+        """``manager``: function that returns None before training begins; Megatron then evaluates without recovery."""
         self._groups, self._sharded, self._manager = groups, sharded, manager
 
     def install(self, loop: Loop) -> None:
@@ -56,7 +58,7 @@ class Evaluation:
             if self._manager() is None or not getattr(megatron_args, "full_validation", False):
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
-            # Megatron would broadcast the number of steps from rank 0, which may die before all workers receive it.
+            # Otherwise Megatron would broadcast the number of steps from rank 0, which may die before all receive it.
             with monkeypatch.replaced(megatron_args, full_validation=False):
                 return original(*args, **kwargs)
 
@@ -112,7 +114,7 @@ class Evaluation:
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
             if self._groups.apart:
-                return True  # this worker is joining, its digest was compared, and other workers are in a step
+                return True  # joining: this worker's digest was compared before, and the other workers are in a step
             return bool(self._section("weight hashes", lambda: original(model, cross_check)))
 
         return check_param_hashes_across_dp_replicas
@@ -157,8 +159,8 @@ def _borrowed(view: View, total: int) -> list[int]:
 def _with_count(loss: torch.Tensor) -> torch.Tensor:
     """Return a microbatch's ``loss`` as a tensor (sum, count); a single number, which is a mean, becomes (mean, 1).
 
-    Megatron then adds sums and counts over all replicas.  It would sum means as if all workers had run equally many
-    microbatches.
+    Megatron then adds sums and counts over all replicas.  From means alone, Megatron would compute a wrong average,
+    because workers may have run different numbers of microbatches.
     """
     return loss if loss.numel() != 1 else torch.stack([loss.view([]), torch.ones_like(loss).view([])])
 
@@ -188,7 +190,7 @@ def _steps(args: Any) -> Any:
 
 
 def _reads_model(model: Any) -> bool:
-    """Return whether Megatron's norm reads any model parameter; of bf16 parameters it reads the main parameters.
+    """Return whether Megatron's norm reads any model parameter.  For bf16 parameters it reads main parameters instead.
 
     If True, the caller must first wait until updated parameters have arrived, which may take until the next forward
     pass.
@@ -198,7 +200,7 @@ def _reads_model(model: Any) -> bool:
 
 
 def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch.Tensor]]:
-    """Return 16-bit parameter -> parts of its 32-bit main parameter of which this worker is the primary holder."""
+    """Return a map: 16-bit parameter -> parts of its main parameter of which this worker is the primary holder."""
     found: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
     for held, primary in sharded.primaries():
         found.update({parameter: [] for parameter in held.parameters if parameter.dtype != torch.float32})

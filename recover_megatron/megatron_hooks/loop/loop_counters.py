@@ -33,14 +33,14 @@ CONSUMED = (
 LAUNCH = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "num_floating_point_operations_so_far",
 )  # fmt: skip
-"""Names of Megatron's arguments whose values at the start of the run are kept."""
+"""Names of Megatron's arguments whose values at the start of the run or of its timeline are kept."""
 
 
 class LoopCounters:
     """The counters of one worker's training loop.
 
     ``validation``: Megatron's iterators over evaluation data, as passed to train().
-    ``operations(samples)``: returns the number of floating-point operations for ``samples`` samples.
+    ``operations(samples)``: function that returns the number of floating-point operations for ``samples`` samples.
     ``running(seconds)``: see ``integrate.Services``.
     """
 
@@ -54,24 +54,24 @@ class LoopCounters:
         self._scheduler = scheduler
         self._operations = operations
         self._running = running
-        if first_start := os.environ.get(FIRST_START_VARIABLE):  # ``time.time()`` when the run started
+        if first_start := os.environ.get(FIRST_START_VARIABLE):  # result of ``time.time()`` when the run started
             running(time.time() - float(first_start))
         self._validation = sources_of(validation)
         self._launch = self._of_launch()
-        """The ``LAUNCH`` counters at the start of the run; a worker that joined later receives them."""
+        """The ``LAUNCH`` counters at the start of the run or timeline; a worker that joined later receives them."""
 
     @property
     def first(self) -> int:
-        """First iteration of the run, even if this worker joined later."""
+        """First iteration of the run or, after a rollback, of its timeline, even if this worker joined later."""
         return with_skipped(int(self._launch["iteration"]), to_skip()) + 1
 
     @property
     def gone_back(self) -> bool:
-        """True if the run has rolled back to the iteration before ``first``; equal on all workers."""
+        """True if the run has rolled back, so that ``first`` follows the loaded iteration; equal on all workers."""
         return bool(self._launch.get("gone back"))
 
     def read(self, version: int | None) -> dict[str, Any]:
-        """Return the present counters as a tree.  ``version``: number of iterations that the parameters have seen."""
+        """Return the current counters as a tree.  ``version``: number of iterations that updated the parameters."""
         args = get_args()
         return {
             "version": version,
@@ -85,16 +85,16 @@ class LoopCounters:
         }
 
     def show_launch(self) -> None:
-        """Set Megatron's start counters to their values at the start of the run, before a checkpoint is written."""
+        """Set Megatron's ``LAUNCH`` counters to their values in ``_launch``, before a checkpoint is written."""
         args = get_args()
         args.iteration = self._launch["iteration"]
         args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
 
     def restore(self, counters: dict[str, Any], *, iterations: int, skipped: bool) -> int:
-        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1), before Megatron's loop is entered.
+        """Set Megatron's counters to ``counters`` advanced by ``iterations`` (0 or 1), before its loop is entered.
 
         ``skipped``: True if the added iteration skipped its update because of its loss scale.  Returns the number of
-        the last iteration that counts as done, including iterations to skip.
+        the last completed iteration.  Iterations to skip that directly follow it count as completed, too.
         """
         args = get_args()
         for name, value in counters["args"].items():
@@ -113,7 +113,8 @@ class LoopCounters:
             args.consumed_train_samples += batch
             args.skipped_train_samples += batch
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        # The count from which train() continues; inexact only if a growing batch is also decreased.
+        # train() continues from this count of operations.  It is inexact only if the batch size grows and a batch is
+        # also decreased (--decrease-batch-size-if-needed).
         launch = self._launch = counters["launch"]
         left_out = sum(launch["iteration"] < iteration <= version for iteration in to_skip())
         samples = args.consumed_train_samples - launch["consumed_train_samples"]
@@ -130,7 +131,7 @@ class LoopCounters:
         self._scheduler.step(increment=counters["batch"] * steps)
 
     def schedule_state(self) -> dict[str, Any]:
-        """Return the state that Megatron saves of the schedule of learning rate and weight decay."""
+        """Return the state of the learning rate and weight decay schedule, in the form in which Megatron saves it."""
         return dict(self._scheduler.state_dict())
 
     def agree_on_start(self, device: torch.device) -> None:
@@ -149,14 +150,14 @@ class LoopCounters:
         self._scheduler.num_steps = 0
 
     def loaded(self, iteration: int, operations: int) -> None:
-        """Set the counters as at a start from the checkpoint of ``iteration``, which Megatron has just loaded.
+        """Set the counters as a start from the checkpoint of ``iteration`` would.
 
-        ``operations``: the checkpoint's count of floating-point operations.
+        Megatron has just loaded this checkpoint.  ``operations``: the checkpoint's count of floating-point operations.
         """
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.num_floating_point_operations_so_far = operations
-        # Sets the weight decay from the loaded schedule.  Without this call newcomers would have another weight decay.
+        # Sets the weight decay from the loaded schedule.  Otherwise newcomers would have another weight decay.
         self._scheduler.step(increment=0)
         self._launch = {**self._of_launch(), "gone back": True}
         for source in self._validation:

@@ -5,12 +5,12 @@
       wait             wait as a spare, and offer the state that this worker has
       take_place       take a place in the replica that a plan has formed: groups, state, ranks
     build_elsewhere  if a plan assigns another position: drop Megatron's state, and run pretrain() again, without other
-                     workers, until its train() calls ``come_back``
+                     workers, until pretrain()'s train() calls ``come_back``
 
-While this worker does so, the other workers train.  At the boundary before a step (`training_parts`) they wait for this
-worker.  While they compute that step, they send it the state (`state_exchange`).  In later steps they depend on it.
-The part without Megatron is `instep.meeting.orphan`.  A worker that builds a model alone is the only member of its
-groups (`parallel_groups`), so it needs no other worker until it receives the state.
+Meanwhile the other workers train.  At the boundary before one step (`training_parts`) they wait until this worker takes
+its place.  While they compute that step, they send this worker the state (`state_exchange`).  From the next step on,
+they need this worker.  The code without Megatron is `instep.meeting.orphan`.  A worker that builds a model alone is the
+only member of its groups (`parallel_groups`), so it needs no other worker until it receives the state.
 
 If a part of the state is lost, all workers roll back to one checkpoint, in place (``Rollback``).
 """
@@ -65,7 +65,7 @@ log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Rejoin:
-    """Takes this worker out of the training, and back into it with the present model.  Used by the main thread."""
+    """Removes this worker from the training, and returns it with the model that it has built.  Main thread only."""
 
     _manager: Manager
     _groups: Groups
@@ -85,7 +85,7 @@ class Rejoin:
             f"worker {view.worker} has lost its place ({in_short(error)}); it waits as a spare. "
             f"It left the training {view.spare_seconds:.3f} s after its replica broke"
         )
-        # The traceback's frames keep tensors alive, and connections: other workers wait until these are closed.
+        # Frames of the traceback keep tensors and connections alive.  Other workers wait until the connections close.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         self._checkpoints.forget()
 
@@ -111,7 +111,7 @@ class Rejoin:
             time.sleep(self._untaken.pause)
 
     def _stay_retired(self, why: str) -> NoReturn:
-        """Wait, without offering this worker again, until the run ends; then raise ``RunOver``."""
+        """Wait until the run ends, without asking for a place again; then raise ``RunOver``."""
         me = self._manager.view.worker
         log.warning(
             f"worker {me}: {why}; the run continues without this worker. Check the network between this host and the "
@@ -149,7 +149,7 @@ class Rejoin:
         )
 
     def _stay_unprofiled(self) -> None:
-        """Disable torch's profiler in train(): it counts from the entry of train(), not from the run's start."""
+        """Disable torch's profiler in train(), which would count iterations from the entry of train()."""
         args = get_args()
         ranks = getattr(args, "profile_ranks", None)
         if getattr(args, "use_pytorch_profiler", False) and (not ranks or args.rank in ranks):
@@ -196,7 +196,7 @@ PROFILING = ("profile", "use_pytorch_profiler", "use_nsys_profiler")
 
 
 def stop_profiler(device: torch.device) -> None:
-    """Stop the profiler that train() leaves running after an exception: its records would fill the memory.
+    """Stop the profiler that train() leaves running after an exception; otherwise its records would fill the memory.
 
     The records are dropped.  If Megatron's profiling is off, a profiler of the user's script keeps running.
     """
@@ -220,14 +220,14 @@ def build_elsewhere(manager: Manager, groups: Groups, loop: Loop, position: int,
     view = manager.view
     slot = view.grid.replicas[0][position]
     log.info(f"worker {view.worker} builds the model of position {position}")
-    groups.again(slot)  # before the model is dropped, because the groups refer to it
+    groups.again(slot)  # before the model is dropped, because the groups refer to the model
     if built:
         _forget_megatron(loop)
     os.environ["RANK"] = str(slot)
 
 
 def _forget_megatron(loop: Loop) -> None:
-    """Free the model: drop Megatron's globals and torch's groups, which have the last references to it."""
+    """Free the model: drop the last references to it, which are in Megatron's globals and torch's process groups."""
     loop.services.forget()
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
     world = c10d._world
@@ -241,11 +241,11 @@ def _forget_megatron(loop: Loop) -> None:
 
 
 def install_building_alone(groups: Groups, loop: Loop) -> None:
-    """Wrap functions of pretrain() for a worker that runs it without other workers (``groups.alone`` is True).
+    """Wrap functions of pretrain(), for a worker that runs pretrain() without other workers (``groups.alone``).
 
     load_checkpoint                      loads nothing, because this worker will receive the state from a peer
-    build_train_valid_test_data_loaders  assumes that there is training data, since other workers train; at launch
-                                         rank 0 broadcasts whether there is
+    build_train_valid_test_data_loaders  assumes that training data exists, since other workers train; at launch
+                                         rank 0 broadcasts whether training data exists
     """
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +280,7 @@ AS_SAVED = {
 
 @dataclass(eq=False)
 class Rollback:
-    """Rollback after a loss of state: all workers with a place load one checkpoint, in place, and train from it.
+    """Rollback after a loss of state: all workers with a place load one checkpoint, and continue from there.
 
         plan with a rollback --> every worker leaves the training, and takes its place without a state
            |
@@ -304,7 +304,7 @@ class Rollback:
     """Epoch of the last completed rollback."""
 
     def carry_out(self, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """Roll back, if the plan that gave this worker its place says so; called before ``train`` is entered.
+        """Roll back, if the plan that gave this worker its place orders a rollback; called before ``train`` is entered.
 
         Raises ``Orphaned`` if this worker loses its place, for example because it cannot read the checkpoint.
         """
@@ -345,7 +345,7 @@ class Rollback:
         one = manager.view.worker == min(decision.workers)  # only one worker logs the note for recover-status
         manager.log(
             "rolled back",
-            note=f"rolled back to iteration {target.iteration} from {tier}, {target.lost} lost" if one else "",
+            note=f"rolled back {target.lost} iterations to iteration {target.iteration} from {tier}" if one else "",
             epoch=decision.epoch,
             to=target.iteration,
             lost=target.lost,
@@ -367,15 +367,15 @@ class Rollback:
         # Megatron reads some contents of a Megatron-FSDP checkpoint from --load, so "load" must name its folder.
         as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": at, "load": _folder(target)}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
-        # Without the first replacement Megatron would read the optimizer state of a legacy checkpoint from the newest
-        # checkpoint; without the second it would prefer a non-persistent checkpoint that is as new or newer.
+        # Without the first replacement, Megatron would read the optimizer state of a legacy checkpoint from the newest
+        # checkpoint.  Without the second, it would prefer a non-persistent checkpoint that is as new or newer.
         wanted = monkeypatch.replaced(
             checkpointing,
             read_metadata=lambda tracker: (at, False),
             _get_non_persistent_iteration=lambda *unused: -1,
         )
         with self._groups.in_section(), monkeypatch.replaced(args, **known), wanted:
-            # Not training.load_checkpoint, which loads nothing on a worker that built its model alone.
+            # Not training.load_checkpoint: its wrapper loads nothing on a worker that built its model alone.
             iteration, operations = checkpointing.load_checkpoint(
                 model, optimizer, scheduler, load_arg="load", strict=True
             )
@@ -390,7 +390,7 @@ class Rollback:
         return int(operations)
 
     def _explain(self, error: BaseException, target: Target) -> None:
-        """Convert ``error``, raised by a load: raise the exception to use instead, or return to keep ``error``."""
+        """Raise a more specific exception in place of ``error``, which a load has raised; return if none is needed."""
         if isinstance(error, (EpochRevoked, MembershipError, InStepError, KeyboardInterrupt)):
             return
         epoch_groups = self._manager.view.groups

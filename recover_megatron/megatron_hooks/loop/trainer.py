@@ -162,7 +162,7 @@ class MegatronTrainer:
             whole[key] = value.to(device=device, dtype=torch.float32)
         return [whole] if whole else []
 
-    # ---- inside
+    # ---- inside ``compute``
 
     def _forward_step(self, ids: Sequence[int], backward: list[int]) -> Callable[..., Any]:
         """Return the user's forward step, wrapped so that the k-th call on a model chunk runs microbatch ``ids[k]``.
@@ -213,7 +213,7 @@ class MegatronTrainer:
 
 
 def _wrapped(chunk: Any) -> Iterator[Any]:
-    """Yield a chunk of the model, and each module inside its wrappers."""
+    """Yield a model chunk, then the module inside each of its wrappers."""
     while chunk is not None:
         yield chunk
         chunk = getattr(chunk, "module", None)

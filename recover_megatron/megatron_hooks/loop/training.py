@@ -5,7 +5,7 @@ train()                         joins the first epoch; from then on the run surv
                                 train() again
   train_step()                  before each step there is a boundary, at which new replicas join
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
-    optimizer.step()            inside a replica, without other replicas; if distributed: `sharded_optimizer`
+    optimizer.step()            communicates inside the replica only; a distributed optimizer: `sharded_optimizer`
   training_log()                each of its barriers is a section
   evaluate()                    a section; its microbatches are distributed over the live replicas (`evaluation`)
   save_checkpoint()             a section: after a loss the survivors write the checkpoint again from the start
@@ -133,7 +133,7 @@ class TrainingHooks:
         return 0 if self._parts is None else getattr(get_args(), "curr_iteration", -1) + 1
 
     def forget(self) -> None:
-        """Drop all parts that belong to the model, before this worker builds a model for another position."""
+        """Drop the parts of the current model, before this worker builds a model for another position."""
         self._parts = self._outcome = None
 
     def planned(self) -> None:
@@ -205,7 +205,7 @@ class TrainingHooks:
                 rejoin.come_back()
             else:
                 args = get_args()
-                args.curr_iteration = args.iteration  # the loop does not set it if the run is already complete
+                args.curr_iteration = args.iteration  # Megatron does not set this if the run is already complete
                 self._start()
             while True:
                 try:
@@ -258,7 +258,7 @@ class TrainingHooks:
             self.sharded.adopt()
 
     def replica_broken(self, error: BaseException) -> bool:
-        """Return whether the loss of a worker in this worker's replica caused ``error``; then it becomes a spare."""
+        """Return whether the loss of a worker in this worker's replica caused ``error``; if so, this worker leaves."""
         return self.manager.is_of_mates(error)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,8 +282,8 @@ class TrainingHooks:
             state = self.parts.state
             state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
-                # Megatron also logs the first iteration of train(), with a barrier.  All workers must reach the same
-                # barriers, so a worker that entered train() later must not log its own first iteration.
+                # Whatever --log-interval is, Megatron logs the first iteration of train(), with a barrier.  All workers
+                # must reach the same barriers, so a worker that entered train() later must not log its first iteration.
                 kwargs["is_first_iteration"] = iteration == state.first and not state.gone_back
             return original(losses, total, rate, iteration, *args, **kwargs)
 

@@ -4,7 +4,8 @@ The parts are created together when train() is entered, and dropped together wit
 
 at_boundary         holds a rendezvous if workers join or leave; compares states, repairs them, and sends them to new
                     replicas; takes a snapshot if one is due
-before_checkpoint   ensures that each worker that writes has its parameters, and its part of the optimizer's state
+before_checkpoint   ensures that each worker has its parameters and its part of the optimizer's state, before any
+                    worker writes a checkpoint
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from recover_megatron.megatron_hooks.parallel_groups import Groups
 class StepGuard:
     """Decides whether an orphan's parameters really have the version that the orphan has counted.
 
-    On a GPU an update waits in the queue behind an all-reduce inside the replica, of the gradients' norm.  If a peer of
+    On a GPU an update waits in the queue behind the all-reduce of the gradients' norm inside the replica.  If a peer of
     the replica is dead, the abort of the process group completes this all-reduce with garbage.  The garbage scales the
     update, possibly without an exception.  So the update counts only if the device executed it before the abort:
 
@@ -107,7 +108,7 @@ class StepGuard:
 class TrainingParts:
     """The objects that recovery needs for one model, created from train()'s arguments.  Used by the main thread.
 
-    ``accumulated``: counts the gradients that Megatron adds.  ``blank``: see ``TrainingState``.
+    ``accumulated``: counter of the gradients that Megatron adds.  ``blank``: see ``TrainingState``.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class TrainingParts:
         self.memory.at_boundary()
 
     def open_rings(self) -> None:
-        """Begin to open the rings of the present epoch, in the order in which a step uses them."""
+        """Begin to open the rings of the current epoch, in the order in which a step uses them."""
         view = self._manager.view
         view.groups.open_rings([alive(column, view.live) for column in self.buckets.rings])
 
@@ -219,12 +220,12 @@ class TrainingParts:
         return nullcontext() if self.sharded is None else self.sharded.saving()
 
     def complete(self) -> None:
-        """Wait for the distributed optimizer's work of the last step that overlaps with the next step."""
+        """Wait until the distributed optimizer's last update, which may overlap with the next step, is complete."""
         if self.sharded is not None:
             self.sharded.complete()
 
     def _repartition(self) -> None:
-        """Repartition a sharded optimizer's state over the present workers, if necessary."""
+        """Repartition a sharded optimizer's state over the current workers, if necessary."""
         if self.sharded is not None and self.sharded.due():
             self.sharded.renew()
 
@@ -250,7 +251,7 @@ def _sharded(
 
 
 def from_first_rank(counts: list[int]) -> list[int]:
-    """Broadcast ``counts`` from the first rank of the model-parallel group."""
+    """Return the ``counts`` of the model-parallel group's first rank, which broadcasts them."""
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return counts

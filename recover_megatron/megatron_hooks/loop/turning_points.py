@@ -22,7 +22,7 @@ from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
-"""Name of a boundary inside a collective operation -> phase in a fault specification (--recover-inject)."""
+"""Name of a point inside a collective operation -> phase in a fault specification (--recover-inject)."""
 
 SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
 """Kind of a section -> phase in a fault specification (--recover-inject)."""
@@ -42,13 +42,13 @@ class FaultInjection:
         monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._striking_backward_beside)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject the faults that are due at ``phase`` of ``iteration``; None: the current iteration."""
+        """Inject the faults that are due at ``phase`` of ``iteration``, by default of the current iteration."""
         if phase == "traffic":  # an operation inside a section counts as the section's phase
             phase = SECTIONS.get(self._training.manager.view.section, "")
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)
 
     def in_collective(self, boundary: str, hop: int) -> None:
-        """Inject the faults that are due at ``boundary`` of a collective (``collectives.ring.executor.Hook``)."""
+        """Inject the faults that are due at point ``boundary`` of a collective (``collectives.ring.executor.Hook``)."""
         phase, sharded = self._training.manager.view.phase, self._training.sharded
         if boundary == "gather":  # with --overlap-param-gather the next iteration has already begun
             self.inject("param-gather", 0 if sharded is None else sharded.updated)
@@ -85,7 +85,7 @@ class TurningPoints(Hooks):
     _faults: FaultInjection | None
     """Fault injection of this worker; None without --recover-inject."""
     _first_plan: bool
-    """True on a worker of the launch until its first plan, which logs the event "start"."""
+    """True on a worker of the launch until it receives its first plan; it then logs the event "start"."""
 
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         self._training.step_guard.seal()

@@ -1,4 +1,4 @@
-"""Policy of a worker that failed to take its assigned place: ask for a place again at once, later, or retire.
+"""Policy of a worker that failed to take its assigned place: ask for a place again at once, ask again later, or retire.
 
 ``MOST``: number of failures in a row, with the same message, after which the worker retires.
 """
@@ -19,15 +19,15 @@ PAUSE_SECONDS = 10.0
 class UntakenPlaces:
     """Counter of one worker's failures to take a place, which decides whether the worker asks for a place again.
 
-        the worker took the place              forget all failures
+        the worker took the place              set the number of failures to 0
         the epoch ended first                  ask again at once; this does not count as a failure
         a failure with a new message           ask again at once
         a failure with the same message        ask again after ``PAUSE_SECONDS``, because the cause may pass
         the same message ``MOST`` times        retire: wait for the end of the run, and ask no more
 
-    Attempts are limited because each attempt costs all workers an epoch, and no user may notice the failures while the
-    other workers train.  If no other worker has a place, the run needs this worker: its failures are not counted, and
-    it asks until `edges` ends the run.
+    Attempts are limited because each attempt costs all workers an epoch, and the user may not notice the failures while
+    the other workers train.  If no other worker has a place, the run needs this worker: its failures are not counted,
+    and it asks until `edges` ends the run.
     """
 
     _text: str = ""
@@ -50,7 +50,7 @@ class UntakenPlaces:
             self._times = self._times + 1 if alike(str(error)) == self._text else 1
             self._text = alike(str(error))
         if self.retired:
-            return f"it is retired after {MOST} failures in a row to take a place: {error}"
+            return f"it is retired, because it failed {MOST} times in a row to take a place: {error}"
         return f"it could not take its place: {error}"
 
     def taken(self) -> None:

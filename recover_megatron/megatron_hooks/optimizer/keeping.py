@@ -1,4 +1,4 @@
-"""Storage of a sharded optimizer's state in Megatron: how Megatron updates, saves and loads this state.
+"""Storage of a sharded optimizer's state: how Megatron updates, saves and loads this state.
 
 `sharded_optimizer` uses the interface ``Keeping``.  ``InBuckets`` implements this interface for the distributed
 optimizer with Megatron's DDP buckets, and `fsdp.outer` for Megatron-FSDP with a state sharded over the shard groups.
@@ -10,7 +10,8 @@ After deaths the shards are unevenly distributed.  Checkpoints still have Megatr
                                  state, and writes these parts at their offsets in the bucket
 
 Stock Megatron loads each format at any data-parallel size, because no format records which worker held a part.  A
-rollback (`rejoin`) loads a checkpoint into the pieces of the new layout (``loading_into``).
+rollback (`rejoin`) loads a checkpoint into the pieces of the new layout (``loading_into``).  A *unit* is a share of the
+state; a *piece* is the part of a unit that lies in one parameter (`shard_fragments`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
 
 
 class ShardedCheckpoint:
-    """Checkpoint writer of one distributed optimizer.
+    """Checkpoint writer and reader of one distributed optimizer.
 
     ``primaries``: function that returns the pieces of which this worker is the primary.  ``parts``: function that
-    returns the ranges of a bucket of which this worker is the primary.
+    returns the ranges of which this worker is the primary, in one bucket.
     """
 
     def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
@@ -50,7 +51,7 @@ class ShardedCheckpoint:
         self._numbers = {id(bucket): number for number, bucket in fragments.buckets.items()}
         self._padded = False
         self._prefix = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
-        # Before 0.19 Adam was the only optimizer.
+        # Before Megatron 0.19, Adam was the only optimizer.
         self._keys = ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
 
     def whole(
@@ -67,7 +68,7 @@ class ShardedCheckpoint:
             if not empty_data:
                 self._fill(buffer, tensors)
                 for tensor in tensors.values():
-                    dist.all_reduce(tensor, group=group)  # each element is nonzero on one rank only
+                    dist.all_reduce(tensor, group=group)  # for each element, at most one rank has a nonzero value
             (dtype,) = ranges
             state[number] = {dtype: {**tensors, "numel_unpadded": size}}
         return state if wanted else None
@@ -118,7 +119,7 @@ class ShardedCheckpoint:
         return sharded_param_state_dp_reshardable
 
     def wanted(self, fragments: Sequence[ShardFragment]) -> dict[Any, Any]:
-        """Return the state dict that requests ``fragments`` from a checkpoint by bucket.
+        """Return the state dict that requests ``fragments`` from a checkpoint in the format "by bucket".
 
         The state tensors of ``fragments`` must exist.
         """
@@ -147,7 +148,7 @@ class ShardedCheckpoint:
     def found_by_rank_0(
         self, state: Any, fragments: Sequence[ShardFragment]
     ) -> Iterator[tuple[ShardFragment, dict[str, Any]]]:
-        """Yield (piece, state), by ascending bucket, from a legacy checkpoint, which only rank 0 has read."""
+        """Yield (piece, state), one buffer after the other, from a legacy checkpoint, which only rank 0 has read."""
         optimizer, group = self._optimizer, self._optimizer.data_parallel_group
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
@@ -196,7 +197,7 @@ class ShardedCheckpoint:
         return state
 
     def _bucket(self, bucket: Any, key: str, instance: int) -> list[dict[str, Any]]:
-        """Return the parts of a bucket that this worker writes.  Gaps are filled, because a file must have no holes."""
+        """Return the parts of a bucket that this worker writes.  Gaps between its pieces are filled with zeros."""
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
         found = []
@@ -214,9 +215,9 @@ class ShardedCheckpoint:
         return found
 
     def _written(self, fragment: ShardFragment) -> dict[str, torch.Tensor]:
-        """Return the tensors that stock Megatron writes.
+        """Return the tensors that stock Megatron would write for ``fragment``.
 
-        Moments have float32 or wider; "param" is the main parameter or, if stock Megatron keeps it, the remainder.
+        Moments are float32 or wider.  "param" is the main parameter, or its remainder if stock Megatron keeps it.
         """
         found = {
             name: value.float() if value.element_size() < 4 else value for name, value in _tensors(fragment).items()
@@ -228,7 +229,7 @@ class ShardedCheckpoint:
         return found
 
     def _empty(self, bucket: int, own: Sequence[ShardFragment], numel: int) -> dict[str, torch.Tensor]:
-        """Return ``numel`` zeros per tensor name, with the dtypes that the bucket's pieces ``own``, if any, have."""
+        """Return ``numel`` zeros for each tensor name, in the dtypes of this worker's pieces of the bucket, ``own``."""
         model = self._fragments.buckets[bucket].param_data.dtype
         main = torch.int16 if precision.has_remainders(self._optimizer, model) else torch.float32
         types = {**dict.fromkeys(self._keys, torch.float32), "param": main}
@@ -237,9 +238,9 @@ class ShardedCheckpoint:
 
     @contextmanager
     def loading_into(self, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
-        """Context in which the optimizer loads a checkpoint into the pieces of ``held``, which it updates from then on.
+        """Context in which Megatron loads a checkpoint into the pieces of ``held``, which are updated from then on.
 
-        Megatron's own loading knows only the layout of the launch, with one shard per rank and no shadow.  In this
+        Megatron's own loading supports only the layout of the launch, with one shard per rank and no shadow.  In this
         context Megatron loads the pieces of ``held``, and everything else (groups, steps, the scaler) as usual.  This
         function creates the state of the pieces, which is undefined until the checkpoint is loaded.  Raises ValueError
         for a checkpoint in a format of ``OTHER_FORMATS``.
@@ -250,7 +251,7 @@ class ShardedCheckpoint:
         optimizer._init_optimizer_states_with_dummy_values()  # creates states, to be overwritten
 
         def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-            # The state is created only now: Megatron has just loaded the groups, and torch then made new state dicts.
+            # Created only now, because Megatron has just loaded the groups, for which torch created new state dicts.
             for fragment in every:
                 fragment.state = fragments.new_state(fragment)
             return self.wanted(every)
@@ -313,7 +314,7 @@ def _entry(
 
 
 OTHER_FORMATS = ("sharded_param_state_dp_zero", "sharded_param_state_fs_model_space")
-"""Methods of a distributed optimizer that load formats that Megatron no longer writes."""
+"""Methods of a distributed optimizer that load checkpoints in formats that Megatron no longer writes."""
 
 
 def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
@@ -324,7 +325,7 @@ def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
             elif isinstance(value, torch.Tensor) and value.dim():
                 fragment.state[name].copy_(value)
     if isinstance(step := fragment.state.get("step"), torch.Tensor):
-        fragment.state["step"] = step.clone()  # Megatron shares one tensor among all parameters
+        fragment.state["step"] = step.clone()  # copied: Megatron shares one tensor among all parameters
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
@@ -364,14 +365,14 @@ class Keeping(ABC):
         """Adopt, at launch, the state that Megatron has created or loaded."""
 
     def adopted(self) -> None:  # noqa: B027  nothing to release
-        """Release the memory of Megatron's own state, once the pieces have separate memory or are dropped."""
+        """Release the memory of Megatron's own state; called once the pieces have separate memory or are dropped."""
 
     def updating(self) -> AbstractContextManager[None]:
-        """Return the context of Megatron's update, which ends before the updated parameters are gathered."""
+        """Return the context of Megatron's update; it ends before the updated parameters are gathered."""
         return nullcontext()
 
     def gathered(self) -> None:  # noqa: B027  Megatron gathers none
-        """Notify that the gathering of the updated parameters over the column has begun or finished."""
+        """Gather parameters inside the shard group, if needed, after the gathering over the column has begun."""
 
     @abstractmethod
     def loading(
@@ -402,7 +403,7 @@ class InBuckets(Keeping):
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
         self._saved: dict[int, ShardedCheckpoint] = {}
-        """``id`` of each of Megatron's optimizers -> its checkpoint writer."""
+        """``id`` of each of Megatron's optimizers -> the optimizer's ``ShardedCheckpoint``."""
 
     @property
     def tells_norms(self) -> Column:

@@ -69,7 +69,7 @@ def has_remainders(optimizer: Any, dtype: torch.dtype) -> bool:
 
 
 def nearest(main: torch.Tensor) -> torch.Tensor:
-    """Round main parameters to bfloat16, with halves away from zero, as Transformer Engine does with remainders."""
+    """Round main parameters to bfloat16, halves away from zero, as Transformer Engine does if it keeps remainders."""
     return (main.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
 
 

@@ -1,21 +1,21 @@
 """Repartition of the optimizer's state, comparison of shadows with their originals, and update of shadows on the host.
 
-If the workers of the next step are not the workers of the present layout, the state is repartitioned before the step
+If the workers of the next step are not the workers of the current layout, the state is repartitioned before that step
 (``change_hands``)::
 
-    section    compute the layout for the present workers; create the pieces that this worker will hold (``make``);
+    section    compute the layout for the current workers; create the pieces that this worker will hold (``make``);
        |       fetch missing elements from the workers that hold them (``instep.state.shards``).  If a worker is lost,
        v       the survivors repeat the section
-    afterwards the optimizer updates the new pieces, and the new layout is the present layout
+    afterwards the optimizer updates the new pieces, and the new layout is the current layout
 
 With --recover-shadow-device cpu, a thread updates the shadows while the next step computes (``HostShadows``)::
 
     begin    copies the finished gradient sums and the optimizer's settings to the host
-    run      clips these sums by the same norm and does the same update, with the inner optimizer's own step()
+    run      clips these sums by the device's norm, and updates the shadows with the inner optimizer's own step()
     join     waits for the thread, before a shadow is read or updated again
 
-A shadow is read only if its owner has died, in a repartition, or to compare states.  So the training waits for the host
-only if the host needs more time to update the shadows than the device needs for a step.
+A shadow is read only if the owner of its unit has died, in a repartition, or to compare states.  So the training waits
+for the host only if the host needs more time to update the shadows than the device needs for a step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LayoutPieces:
     manager: Manager
 
     def wanted(self) -> dict[Column, Any]:
-        """Return the layouts for the present workers."""
+        """Return the layouts for the current workers."""
         return {column: self.shards.wanted(column) for column in self.shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
@@ -80,9 +80,9 @@ class LayoutPieces:
         }
 
     def parts(self, fragments: ShardFragments, unit: int, layouts: Layouts) -> dict[int, Sequence[tuple[int, int]]]:
-        """Return bucket -> ranges of ``unit``, in the layout of the bucket's column.
+        """Return a map: bucket -> ranges of ``unit``, in the layout of the bucket's column.
 
-        A column that is not in ``layouts`` has its present layout.
+        For a column that is not in ``layouts``, the current layout is used.
         """
         found = {}
         for number in fragments.buckets:
@@ -92,7 +92,7 @@ class LayoutPieces:
         return found
 
     def change_hands(self) -> None:
-        """Repartition the state over the present workers, in a section, so that all workers do it or none does."""
+        """Repartition the state over the current workers, in a section, so that all workers do it or none does."""
         manager = self.manager
         layouts: dict[Column, Any] = {}
         held: list[Held] = []
@@ -125,7 +125,7 @@ class LayoutPieces:
         manager.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
 
     def _element_ranges(self, layouts: Layouts) -> dict[tuple[int, int], list[ElementRange]]:
-        """Return (sender, receiver) -> the elements that the sender sends."""
+        """Return a map: (sender, receiver) -> the elements that the sender sends."""
         element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
         for fragments in self.fragments:
             for number in fragments.buckets:
@@ -143,8 +143,8 @@ class LayoutPieces:
     ) -> tuple[Place, Callable[[list[Any]], None]]:
         """Return functions (place, take) that store the data of another worker's ``_give`` in the pieces of ``held``.
 
-        ``place`` makes the data arrive directly in the memory of the pieces.  A copy would double the memory that a
-        newcomer needs, and the C library would not return that memory to the system.
+        ``place`` makes the data arrive directly in the memory of the pieces.  A separate copy would double the memory
+        that a newcomer needs, and the C library would not return that memory to the system.
         """
         pieces = in_order(fragment for units in held for unit in units.values() for fragment in unit)
         parts = [self._fragments_of(element_range).parts(element_range, pieces) for element_range in element_ranges]
@@ -199,7 +199,7 @@ class LayoutPieces:
 
 @dataclass(eq=False)
 class HostShadows:
-    """Updater of the shadows in host memory, in a separate thread."""
+    """Updater of the shadows in host memory, which works in a separate thread."""
 
     _fragments: Sequence[ShardFragments]
     """The pieces of each of Megatron's distributed optimizers."""
@@ -209,7 +209,7 @@ class HostShadows:
     _failed: list[BaseException] = field(default_factory=list, init=False)
 
     def begin(self, norm: float, scales: Sequence[float]) -> None:
-        """Start the update of the shadows with the present gradients; called before the device updates its pieces.
+        """Start the update of the shadows with the current gradients; called before the device updates its pieces.
 
         ``norm``: the norm of the unscaled gradients.  ``scales``: the loss scale of each of Megatron's optimizers.
         """
@@ -239,7 +239,7 @@ class HostShadows:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the last update of the shadows is done.  Raises the update's exception, if the update failed."""
+        """Wait until the last started update of the shadows is done.  Raises the update's exception if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -248,7 +248,7 @@ class HostShadows:
 
 
 def _settings(fragments: ShardFragments) -> list[dict[str, Any]]:
-    """Return each group's settings before this update, such as the learning rate, weight decay and step count."""
+    """Return each group's current settings, such as the learning rate, weight decay and step count."""
     return [{key: value for key, value in group.items() if key != "params"} for group in fragments.inner.param_groups]
 
 
@@ -260,7 +260,7 @@ def _update(
     factor: float,
 ) -> None:
     """Update ``shadows`` by a copy of the device's ``inner`` optimizer that has only shadows as parameters."""
-    for by in (by_scale, min(factor, 1.0)):  # the device multiplies in this order: same rounding
+    for by in (by_scale, min(factor, 1.0)):  # in the device's order, so with the device's rounding
         for fragment in shadows if by != 1.0 else ():
             assert fragment.tensor.grad is not None
             fragment.tensor.grad.mul_(by)
@@ -271,7 +271,7 @@ def _update(
         for number, group in enumerate(settings)
     ]
     twin.state = defaultdict(dict, {fragment.tensor: fragment.state for fragment in shadows})
-    type(inner).step(twin)  # the class's method, because the instance's may be wrapped
+    type(inner).step(twin)  # the class's method, because the instance's method may be wrapped
     for fragment in shadows:
         fragment.tensor.grad = None
         fragment.state = twin.state[fragment.tensor]

@@ -5,9 +5,9 @@
     pieces         |=============|==================|                            each updated by the inner optimizer
 
 The owner of a unit and the holders of its shadows cut the unit at the same offsets, and update it by the same calls on
-tensors of the same shapes.  So on processors of one kind their bits are the same.  A piece of a 32-bit parameter uses
-the model's own memory.  A piece of a 16-bit parameter is a 32-bit copy, as in Megatron (`precision`).  A shadow on the
-host (``shadow_device``) is also a copy, and is updated on the host (`shadows`).
+tensors of the same shapes.  So all these workers compute the same bits, if their processors are of the same kind.  A
+piece of a 32-bit parameter uses the model's own memory.  A piece of a 16-bit parameter is a 32-bit copy, as in Megatron
+(`precision`).  A shadow on the host (``shadow_device``) is also a copy, and is updated on the host (`shadows`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class ShardFragment:
     gradient: torch.Tensor
     """The gradient of the same elements, a view of Megatron's gradient buffer."""
     counts: bool
-    """True if this worker adds the gradient to the norm; False if another worker of the replica adds the same one."""
+    """True if this worker adds the gradient to the norm; False if another worker of the replica adds it."""
     state: dict[str, Any] = field(default_factory=dict)
     """State of the inner optimizer; empty before the first update."""
     on_shadow_device: bool = False
-    """True if the piece is a shadow that the shadow device updates."""
+    """True if the piece is a shadow that the shadow device updates (--recover-shadow-device)."""
     borrowed: bool = False
     """True if the piece uses Megatron's memory, which is released as soon as separate pieces exist."""
 
@@ -100,7 +100,7 @@ class ShardFragment:
 
 
 def _fill(own: torch.Tensor, given: torch.Tensor) -> None:
-    if own.data_ptr() != given.data_ptr():  # if equal, the data was received in place
+    if own.data_ptr() != given.data_ptr():  # if equal, ``given`` was received in place
         own.copy_(given)
 
 
@@ -149,7 +149,7 @@ class ShardFragments:
         self.table = {number: _parameter_ranges(bucket, groups) for number, bucket in buckets.items()}
         self.held: dict[int, list[ShardFragment]] = {}
 
-    # ---- creating them
+    # ---- creating the pieces
 
     def adopt(self, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
         """Adopt, at launch, Megatron's state of this worker's shard as ``unit``; ``parts``: bucket -> ranges in it."""
@@ -191,7 +191,7 @@ class ShardFragments:
         return found
 
     def borrow(self, unit: int, number: int, parameter: Any, master: torch.Tensor, state: dict[str, Any]) -> None:
-        """Add a piece to ``unit`` that uses Megatron's memory for a parameter's elements in bucket ``number``."""
+        """Add to ``unit`` one piece, in Megatron's memory: the elements of ``parameter`` in bucket ``number``."""
         found = next(one for one in self.table[number] if one.parameter is parameter)
         fragment = self._fragment(number, found.start, found.stop, found, shadow=False, tensor=master)
         fragment.state, fragment.borrowed = state, True
@@ -211,7 +211,7 @@ class ShardFragments:
         # Empty Megatron's own lists of parameter shards, so that Megatron processes only the pieces.
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):  # fmt: skip
-            if hasattr(optimizer, name):  # not with Megatron-FSDP
+            if hasattr(optimizer, name):  # Megatron-FSDP's optimizer lacks the lists
                 setattr(optimizer, name, [[] for _ in getattr(optimizer, name)])
 
     @property
@@ -221,7 +221,7 @@ class ShardFragments:
 
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The model's parameters that the optimizer updates, on whichever worker of the column."""
+        """The model's parameters that the optimizer updates on any worker of the column."""
         return (one.parameter for ranges in self.table.values() for one in ranges)
 
     def range_of(self, fragment: ShardFragment) -> ParameterRange:
@@ -306,7 +306,7 @@ class ShardFragments:
         known = {name: groups[name] for name in inspect.signature(once).parameters if name in groups}
         return bool(param_is_not_shared(parameter) and once(parameter, **known))
 
-    # ---- using them
+    # ---- using the pieces
 
     def begin_update(self) -> None:
         """Copy the model's gradients to the gradients of the main parameters, as Megatron does."""
@@ -330,7 +330,7 @@ class ShardFragments:
                 fragment.state = state[fragment.tensor]
 
     def copy_shadows_to_model(self, unit: int) -> None:
-        """Copy those pieces of ``unit`` to the model that the shadow device has updated."""
+        """Copy to the model the pieces of ``unit`` that the shadow device has updated."""
         for fragment in self.held[unit]:
             if fragment.on_shadow_device:
                 self._show(fragment)
@@ -339,9 +339,9 @@ class ShardFragments:
         fragment.model.copy_(precision.nearest(fragment.tensor) if self.has_remainder(fragment) else fragment.tensor)
 
     def sums(self, unit: int, *, zeros: bool) -> torch.Tensor:
-        """Return [sum of squares, number of zeros] of a unit's gradients that count; float64, on the gradients' device.
+        """Return [sum of squares, number of zeros] of a unit's gradients: float64, on the gradients' device.
 
-        The number of zeros is 0 if ``zeros`` is False.
+        Gradients that another worker counts are left out.  The number of zeros is 0 if ``zeros`` is False.
         """
         gradients = [fragment.gradient for fragment in self.held[unit] if fragment.counts]
         device = next(iter(self.buckets.values())).grad_data.device

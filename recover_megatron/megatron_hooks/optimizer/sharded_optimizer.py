@@ -11,7 +11,7 @@ in one parameter.
        |        owners and shadows), and copies them to the model.  Then the parameters are gathered (with
        |        --overlap-param-gather after the section, while the next forward pass runs: ``instep.state.overlap``)
        |      If the epoch is revoked, the survivors repeat the section, but each worker updates only once.  The norm is
-       |        the same to the bit, since it is a sum over units, and a shadow's sum equals the owner's sum
+       |        then the same to the bit, since it is a sum over units, and a shadow's sum equals the owner's sum
        v
     all workers agree, and the next iteration begins
 
@@ -54,7 +54,7 @@ reduces the groups to this worker's shard."""
 
 
 def install() -> None:
-    """Wrap the optimizer's seams, before the model's; raises UserError if their signatures are unknown."""
+    """Wrap the optimizer's seams, before the optimizer is created; raises UserError if their signatures are unknown."""
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ class ShardedOptimizer:
 
     ``buckets``: the model's buckets; their ``shards`` are not None.  ``keeping``: the storage of the optimizers' state.
     ``shadows``: number of copies of each part of the state in addition to the owner's copy.  ``shadow_device``: the
-    device of these copies; None: the worker's own device.
+    device of these copies; None if they stay on the worker's device.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ShardedOptimizer:
         for fragments in self._fragments:
             (own,) = self.shards.held(self._pieces.column(fragments))
             self._keeping.adopt(fragments, own, self._pieces.parts(fragments, own, {}))
-        if get_args().iteration > 0 and not self._keeping.has_all:  # the same decision on all workers
+        if get_args().iteration > 0 and not self._keeping.has_all:  # all workers have loaded a checkpoint
             return
         layouts = self._pieces.wanted()
         for fragments in self._fragments:
@@ -154,9 +154,9 @@ class ShardedOptimizer:
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[], None]]:
-        """Context of a checkpoint load, in which each present worker gets its shard and its shadows.
+        """Context of a checkpoint load, in which each live worker gets its shard and its shadows.
 
-        Yields a function that makes the new layout the present layout.  The caller calls this function once all
+        Yields a function that makes the new layout the current layout.  The caller calls this function once all
         workers have loaded the checkpoint.
         """
         self.forget()
@@ -167,9 +167,9 @@ class ShardedOptimizer:
             yield lambda: self.shards.take_up(layouts)
 
     def made_anew(self, fill: Callable[[list[list[ShardFragment]]], None]) -> Callable[[], None]:
-        """Rebuild the pieces for the layout of the present workers; ``fill`` loads the state of these pieces.
+        """Rebuild the pieces for the layout of the live workers; ``fill`` loads the state of these pieces.
 
-        Returns a function that makes the new layout the present layout.  The caller calls this function once all
+        Returns a function that makes the new layout the current layout.  The caller calls this function once all
         workers have rebuilt their pieces.
         """
         self.forget()
@@ -208,7 +208,7 @@ class ShardedOptimizer:
         return self.shards.stale() and not self._manager.view.joining_next
 
     def renew(self) -> None:
-        """Repartition the state over the present workers, in a section, so that all workers do it or none does."""
+        """Repartition the state over the current workers, in a section, so that all workers do it or none does."""
         self.complete()
         self._pieces.change_hands()
         self.check()
@@ -216,7 +216,7 @@ class ShardedOptimizer:
     def verify(self) -> None:
         """Compare the shadows with their originals; if one differs, all workers rebuild all shadows."""
         self._aside.join()
-        if not self._shadows_elsewhere:  # a host rounds differently than a GPU, so the bits would differ
+        if not self._shadows_elsewhere:  # a host rounds differently than a GPU, so its shadows have other bits
             self._pieces.compare()
 
     def _primary_fragments(self, fragments: ShardFragments) -> Iterator[ShardFragment]:
@@ -236,13 +236,13 @@ class ShardedOptimizer:
 
     @contextmanager
     def saving(self, *, moments: bool = True) -> Iterator[None]:
-        """Context of a checkpoint write.  If Megatron cannot save pieces, it has the column's complete state here.
+        """Context of a checkpoint write, in which Megatron has the column's complete state if it cannot save pieces.
 
-        If ``moments`` is False, it has only the complete main parameters, to compute their norm.
+        If ``moments`` is False, Megatron has only the complete main parameters, to compute their norm.
 
         The state is gathered in a section before the checkpoint's section.  So if a worker is lost during the
         checkpoint's section, the survivors have the complete state, and no worker waits inside its replica for a peer
-        that learns of the loss elsewhere.
+        whose operation over the column has failed.
         """
         manager = self._manager
 
@@ -267,8 +267,8 @@ class ShardedOptimizer:
         """Run ``original``, Megatron's ``optimizer.step()``, in a section that survives deaths; return its result."""
         manager, parameters, overlap = self._manager, self._parameters, self._overlap
         sums = self._norms.measure()
-        # Each group's first call is a collective inside the replica.  It runs outside the section, because the section
-        # may be revoked in one column after another column of the replica has completed it.
+        # The first call for each group is a collective inside the replica.  It runs outside the section, because the
+        # section may be revoked in one column after another column of the replica has completed the section.
         for group in getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ()):
             self._optimizer.has_grad_norm_group(group)
         parameters.begin()
@@ -318,7 +318,7 @@ class ShardedOptimizer:
             return original()
 
     def _speak_for_the_lost(self) -> None:
-        """Copy a unit's shadows on the shadow device to the model, if this worker is the unit's first live holder."""
+        """Copy to the model each unit that the shadow device updated, if this worker is its first live holder."""
         for fragments in self._fragments:
             column = self._pieces.column(fragments)
             for unit in self.shards.held(column):
@@ -350,7 +350,7 @@ class UnitNorms:
     _width: int
     """Maximum number of units of one column that a worker holds."""
     _zeros: bool
-    """True if the zeros among the gradients are counted, too."""
+    """True if zeros among the gradients are also counted (--log-num-zeros-in-grad)."""
 
     def measure(self) -> torch.Tensor:
         """Return the sums of this worker's units: a float64 tensor of shape [columns, held units, 2], on the host.

@@ -1,13 +1,13 @@
 """Lease that decides which of two halves of a run continues: files on shared storage, each written once.
 
     PATH.1   {"term", "epoch", "members"}   the first side that continued without workers that may be running
-    PATH.2   ...                            the next side: a part of the first, under a coordinator of a later term
+    PATH.2   ...                            the next side: it has a member of the first side, and a later term
 
 The last file names the holder. The lease never expires. A claim gets it only if the claim's term is not lower than the
 holder's, and a member of the holder is a member of the claim's rendezvous, too (``may_take``). So a left-out worker
 stays out. No process that was stopped for any time, or has a wrong clock, can take the lease back.
 
-Each later epoch with newcomers takes the lease again (``is_due``), because later only these newcomers may be left.
+Each later epoch with newcomers takes the lease again (``is_due``), since these newcomers may be the only survivors.
 
 A file is written under a draft name and gets its name by ``link``, which succeeds on only one of all hosts: NFS,
 Lustre, GPFS and local file systems promise that, without locks. PATH must be used by this run only.
@@ -34,8 +34,8 @@ _MOST_HOLDERS = 10_000
 def may_take(holder: AskForLease | None, claim: AskForLease) -> bool:
     """Return whether the lease may pass from ``holder`` (None: there was none) to ``claim``.
 
-    A member of both has joined under both terms, and a member only ever follows a higher term. So this member
-    follows the claim's coordinator now, and the holder cannot commit anything without this member.
+    A worker that is in both has joined under both terms, and a worker only ever follows a higher term. So this worker
+    follows the claim's coordinator now, and the holder cannot commit anything without this worker.
     """
     return holder is None or (claim.term >= holder.term and bool(claim.members & holder.members))
 
@@ -67,7 +67,7 @@ def publish(path: Path, content: str) -> bool:
 
 
 class Lease:
-    """Asks for the lease in a separate thread, as storage may hang; the thread calls ``report`` with the answers."""
+    """Asks for the lease in a separate thread, since storage may hang; the thread calls ``report`` with the answers."""
 
     def __init__(self, path: Path, report: Callable[[Verdict], None]) -> None:
         self._path = path
@@ -82,7 +82,7 @@ class Lease:
         self._asked.put(True)
 
     def forget(self) -> None:
-        """Stop trying. The present attempt may still succeed."""
+        """Stop trying to take the lease. The current attempt may still succeed."""
         self._claim = None
 
     def close(self) -> None:
@@ -128,8 +128,8 @@ class Lease:
             elif holder == claim or not is_due(holder, claim):
                 return Verdict(claim.term, claim.epoch, True)
             elif not may_take(holder, claim):
-                return Verdict(claim.term, claim.epoch, False, f"{self._path}.{number - 1} names them as holders")
+                return Verdict(claim.term, claim.epoch, False, f"{self._path}.{number - 1} names other holders")
             else:
                 content = {"term": claim.term, "epoch": claim.epoch, "members": to_runs(claim.members)}
-                publish(place, json.dumps(content))  # the next round reads the file, whichever host has written it
-        raise ValueError("the files of the lease appear and disappear, or are too many")
+                publish(place, json.dumps(content))  # the next pass reads it, whichever host wrote it
+        raise ValueError("the files of the lease appear and disappear, or there are too many")

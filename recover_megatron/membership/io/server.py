@@ -201,7 +201,7 @@ class CoordinatorServer:
                     self._reject(next(iter(self._unproved.values())), "too many open files")
                     continue
                 self._log_limited("accept_failed", reason=str(error))
-                self._selector.unregister(self._listener)  # or waiting connections would wake this loop all the time
+                self._selector.unregister(self._listener)  # else waiting connections would wake this loop all the time
                 self._full = True
                 return
             sock.setblocking(False)
@@ -290,7 +290,7 @@ class CoordinatorServer:
             self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
 
     def _read_rest(self, number: WorkerId) -> None:
-        """Read all messages of a worker before the launcher's report of the worker's end closes their session.
+        """Read all messages of a worker before its session is closed because the launcher reports the worker's end.
 
         The worker may have reported why the run must end (``give_up``), or a finished step. Worker and launcher are on
         one host, so the worker's messages have arrived, but the two connections are read in any order.
@@ -406,7 +406,7 @@ class Journal:
 
     def __init__(self, path: Path | None = None) -> None:
         self._needed: dict[str, bytes] = {}
-        """Kind of event -> last line of that kind, for the kinds that readers of the log need to find the run."""
+        """Kind of event -> its last line in the log, for the kinds that readers of the log need to find the run."""
         self._file = LogWriter(
             path or Path("/dev/stderr"),
             lambda text: log.warning(f"coordinator: {text}"),

@@ -43,7 +43,7 @@ EXCEPTION_REPORT_SECONDS = 2.0
 
 
 class Session:
-    """A worker's place in the run. Create it with ``connect``; the methods may be called from any thread.
+    """A worker's session. Create it with ``connect``; the methods may be called from any thread.
 
     Use it in one process only: a forked child has no session (its copies of the sockets are closed at once).
     """
@@ -70,8 +70,8 @@ class Session:
     ) -> Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the other workers.
 
-        ``addresses``: the candidate coordinators, in one order for all workers. ``node_agent``: the node name under
-        which the worker's launcher runs a ``NodeAgent``; None: it runs none. ``newcomer``: True if the worker was not
+        ``addresses``: candidate coordinators, in the same order for all workers. ``node_agent``: the node name under
+        which the worker's launcher runs a ``NodeAgent``; None if it runs none. ``newcomer``: True if the worker was not
         launched with the run. Before the ``join`` of a newcomer, no worker waits for it, and it receives no message.
         """
         settings = settings or Settings()
@@ -96,12 +96,12 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """Plan of the last epoch joined, revoked or not; None before the first."""
+        """Plan of the last epoch joined, revoked or not; None before the first plan."""
         return self._core.plan
 
     @property
     def epoch(self) -> int:
-        """Number of the last epoch joined; 0 before the first."""
+        """Number of the last epoch joined; 0 before the first epoch."""
         return self._core.plan.epoch if self._core.plan is not None else 0
 
     @property
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def fenced(self) -> bool:
-        """True if this worker was evicted from the run: exit the process."""
+        """True if this worker was evicted from the run; then its process must exit."""
         return isinstance(self._core.out, Fenced)
 
     @property
@@ -131,7 +131,7 @@ class Session:
 
     @property
     def left(self) -> Workers:
-        """Workers that had finished and left in order, as reported with the last revoke."""
+        """Workers that had left normally, as reported with the last revoke."""
         return self._core.presentation.left
 
     @property
@@ -211,21 +211,21 @@ class Session:
         """Request a new epoch, without waiting. Another thread of this worker must then ``join`` the epoch.
 
         ``peer``: the worker with which an operation failed, if that is the reason. Does nothing while an epoch is being
-        formed, or without a coordinator, since a new one forms an epoch. Raises ``Fenced`` or ``CoordinatorLost``.
+        formed, or without a coordinator (a new one forms an epoch anyway). Raises ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
             self._client.call(self._core.ask, reason, peer)
 
     def note(self, text: str) -> None:
-        """Make the launcher write to workers.json why this worker is in its present state; empty: remove the text.
+        """Make the launcher write to workers.json why this worker is in its current state; empty: remove the text.
 
         Does not wait; does nothing if this worker is out.
         """
         self._say(self._core.note, text)
 
     def answer_drain(self, node: str, reason: str) -> None:
-        """Send the decision of the last joined epoch about a node of ``PlanRequest.drain``.
+        """Send the members' decision, taken in the last joined epoch, about a node of ``PlanRequest.drain``.
 
         ``reason``: why the drain is refused; empty: accepted. Does not wait; does nothing if this worker is out.
         """
@@ -277,13 +277,13 @@ class Session:
                 self._client.condition.wait(self._core.settings.heartbeat_interval)
 
     def idle(self, vacant: bool = False) -> None:
-        """Report that this worker, a spare, has no part in the present epoch. Does not wait; valid until ``join``.
+        """Report that this worker, a spare, has no part in the current epoch. Does not wait; valid until ``join``.
 
         ``vacant``: True if no worker has a part in the epoch, so that nothing is committed in it. All members must
         report the same value.
 
         No commit waits for this worker, and it need not make marks, until a rendezvous opens (``wait_revoked``
-        returns); then it has the usual time to join. When all workers with a part have left in order, the run is
+        returns); then it has the usual time to join. When all workers with a part have left normally, the run is
         finished: calls raise ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises ``Fenced`` or
         ``CoordinatorLost``.
         """
@@ -292,7 +292,7 @@ class Session:
             self._client.call(self._core.idle, vacant)
 
     def wait_revoked(self, timeout: float | None = None) -> bool:
-        """Wait at most ``timeout`` seconds until the present epoch is revoked. Return whether it is.
+        """Wait at most ``timeout`` seconds until the current epoch is revoked. Return whether it is.
 
         Before the first epoch, return True immediately. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
@@ -302,7 +302,7 @@ class Session:
             return self._core.revoked
 
     def wait_all_heard(self, epoch: int) -> None:
-        """Wait until all live members of ``epoch`` know that it is over, and their ``on_revoke`` callbacks returned.
+        """Wait until all live members of ``epoch`` know that it is over and their ``on_revoke`` callbacks are done.
 
         Evicted members do not count once the coordinator may form the next epoch without them. If ``epoch`` is not
         over, request a new epoch. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out. The session's thread
@@ -371,13 +371,13 @@ class Session:
             return self._core.noted
 
     def leave(self) -> None:
-        """Leave the run in order: this worker has finished, so its end counts as no death. Harmless if it is out."""
+        """Leave the run normally: this worker has finished, so its end is no death. Does nothing if it is out."""
         death_notice.leaving()
         self._say(self._core.leave)
         self._client.close()
 
     def leave_idle(self) -> None:
-        """Leave in order during the run, without a part in the present epoch; the run continues without it."""
+        """Leave normally during the run, without a part in the current epoch; the run continues without it."""
         if self._core.out is None:
             self.idle()
         self.leave()

@@ -1,6 +1,7 @@
 """Thread that asks SLURM's controller or Kubernetes' API server which nodes are off.
 
-A node or pod counts as off only if its end is irreversible and verified:
+A *place* is the witness's name of a node or pod. A node or pod counts as off only if its end is irreversible and
+verified:
 
 * SLURM: the node is POWERED_DOWN, that is, the site's program has cut its power, and had enough time for that. A node
   that is DOWN, FAIL or not responding (``DOWN*``) is not off: its processes continue until they are killed.
@@ -161,7 +162,7 @@ def _output(command: list[str], until: float) -> str:
 
 
 def _read(descriptor: int, until: float, what: str) -> str:
-    """Return everything up to the end of file. Raises NoAnswer after ``until``, or for more than ``MOST_BYTES``."""
+    """Return all output up to the end of file. Raises NoAnswer after ``until``, or if it exceeds ``MOST_BYTES``."""
     output = bytearray()
     while (left := until - time.monotonic()) > 0:
         if not select.select([descriptor], [], [], left)[0]:
@@ -212,7 +213,7 @@ class Pods:
         self._account = account
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """Return place -> whether the pod has ended. If time runs out, the result has a random part of the places."""
+        """Return place -> whether the pod has ended. If time runs out, some places (random ones) are missing."""
         until = time.monotonic() + ASK_SECONDS
         found: dict[str, bool] = {}
         ask = self._opener()

@@ -104,7 +104,7 @@ class Follower:
 
         The silence counts from the sending of the last message that was answered, not from the arrival of the answer:
         answers may lie unread in the socket of a stopped process. ``in_epoch``: only answers of the coordinator that
-        formed the present epoch count.
+        formed the current epoch count.
         """
         if self.stage is not Stage.FOLLOWING or (in_epoch and self.presentation.term != self.presentation.formed.term):
             return False
@@ -241,7 +241,7 @@ class Follower:
             case "refused":
                 self._complaint = message["reason"]
                 self._effects.append(Hangup())
-                self._failures = self._candidates - 1  # pause before the next attempt
+                self._failures = self._candidates - 1  # a pause precedes the next attempt
                 self._seek(now)
             case "fenced":
                 self._leave_with(Fenced(message["reason"]))
@@ -320,7 +320,7 @@ class Follower:
         """React to a message that a coordinator had sent before this member abandoned it (hook for subclasses)."""
 
     def _report(self, message: Mapping[str, Any], *, may: bool | None = None) -> list[MemberEffect]:
-        """Return the effects that send a message, if ``may`` is True. ``may`` None: if a candidate is connected."""
+        """Return effects that send a message if ``may`` is True, or if it is None and a candidate is connected."""
         self._effects = []
         if self._connected if may is None else may:
             self._say(message)

@@ -6,8 +6,8 @@
                                     | join: sends complain '---'                         | revoke: the epoch is over
                                     '----------------------------------------------------'
 
-A worker presents its reports (``done``, ``idle``) to every new coordinator. It also repeats its request to end the run,
-and its exception report, until a coordinator has received it.
+A worker presents its reports (``done``, ``idle``) to every new coordinator. It also repeats its request to end the run.
+It repeats its exception report until a coordinator has received the report.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class Member(Follower):
         return self._report({"type": "heard", "epoch": epoch, "term": term}, may=following)
 
     def idle(self, vacant: bool = False) -> list[MemberEffect]:
-        """Report that this worker has no part in the epoch of ``plan``; ``vacant``: no member has a part.
+        """Report that this worker has no part in the epoch of ``plan``.
 
+        ``vacant``: True if no member has a part.
         The report is valid for that epoch only, and is repeated to every coordinator.
         """
         if self.plan is None or self.idle_in == self.plan.epoch:
@@ -128,14 +129,14 @@ class Member(Follower):
         return self._report({"type": "note", "text": text[:2000]}, may=self.stage is Stage.FOLLOWING)
 
     def answer_drain(self, node: str, reason: str) -> list[MemberEffect]:
-        """Send the decision of the epoch of ``plan`` about the drain of a node. Not repeated to another coordinator."""
+        """Send the decision that the members of ``plan`` took about a drain. Not repeated to another coordinator."""
         if self.plan is None:
             return []
         message = {"type": "drain_answer", "epoch": self.plan.epoch, "node": node, "reason": reason[:2000]}
         return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def end_run(self, code: int, reason: str) -> list[MemberEffect]:
-        """Ask the present or next coordinator to end the run for all workers."""
+        """Ask the current or next coordinator to end the run for all workers."""
         if self._end_request is not None:
             return []
         self._end_request = {"type": "give_up", "code": code, "reason": reason}

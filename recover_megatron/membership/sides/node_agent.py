@@ -1,4 +1,4 @@
-"""A launcher's session: the launcher reports how its workers end, vouches for running ones, and kills evicted ones."""
+"""A launcher's session: it reports how its workers end, vouches for running workers, and kills evicted workers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class NodeAgentClient(Follower):
         return self._connected and self._unanswered <= 0
 
     def ask(self) -> list[MemberEffect]:
-        """Send a beat to the coordinator; the answer makes this client ``up_to_date`` again."""
+        """Send ``beat`` to the coordinator; the answer makes this client ``up_to_date`` again."""
         return self._report(self.beat)
 
     def _say(self, message: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ class NodeAgentEvents(Orders, Protocol):
     """Callbacks of a launcher's session. They run in the session's thread, so they must be quick."""
 
     def said(self, text: str) -> None:
-        """Print a text of the coordinator on the console."""
+        """Print a message from the coordinator on the console."""
 
     def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
         """Receive the settings that a candidate on this node would need. Each new coordinator sends them again.
@@ -230,7 +230,7 @@ class NodeAgent:
 
     @property
     def left(self) -> Workers:
-        """Workers that have finished and left in order, as the coordinator last reported. Complete after the run."""
+        """Workers that have left normally, as the coordinator last reported. Complete after the end of the run."""
         return self._core.presentation.left
 
     @property
@@ -240,13 +240,13 @@ class NodeAgent:
 
     @property
     def had_all(self) -> bool:
-        """True if this launcher had all workers of the last plan, and all have ended: no worker continues."""
+        """True if this launcher ran all workers of the last plan, and all of them have ended: no worker continues."""
         with self._client.condition:
             formed = self._core.presentation.formed
             return formed.epoch > 0 and formed.members <= self._core.ends.keys()
 
     def missing(self, world: int) -> Workers:
-        """Return launched workers (below ``world``) that are not in the open rendezvous and have not left in order."""
+        """Return launched workers (below ``world``) that are not in the open rendezvous and have not left normally."""
         with self._client.condition:
             opened, left = self._core.presentation.opened, self._core.presentation.left
             return first_workers(world) - opened.members - left if opened is not None else frozenset()
