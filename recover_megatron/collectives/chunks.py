@@ -15,7 +15,7 @@ def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
 
 
 def even_part(total: int, size: int, cut: int = 1) -> int:
-    """Return the length, a multiple of ``cut``, of the longest of ``size`` even parts of ``total`` elements."""
+    """Return the length of a part if ``total`` elements are cut evenly into ``size`` parts, at multiples of ``cut``."""
     return -(-total // (size * cut)) * cut
 
 

@@ -98,8 +98,8 @@ class ShardGroup:
     def end_if_broken(self) -> None:
         """Exit if a worker of the shard group is lost; call this when the group's communication has failed.
 
-        The communication may fail before the coordinator reports the death, so this waits up to ``NEWS_SECONDS`` for
-        the report, and returns if none arrives.
+        The communication may fail before the coordinator reports the death, so the call waits up to ``NEWS_SECONDS``
+        for the report, and returns if none arrives.
         """
         self._session.wait_lost(self.mates, NEWS_SECONDS)
         self._revoked(self._session.epoch, "")
@@ -155,9 +155,9 @@ class Column:
         self._group: Group | None = None
         self._failed = False
         self._lost: PeerLost | None = None
-        """Failure of this worker's connection that the next ``join`` reports to the coordinator; None: no failure."""
+        """Failure of a connection, which the next ``join`` reports to the coordinator; None: no failure."""
         self._reason = ""
-        """Reason of the last ``renew``, which the next ``join`` gives for the new epoch; "" if none."""
+        """Reason from the last call of ``renew``, which the next ``join`` reports to the coordinator; "" if none."""
         self._last: Json = None
         self._tries = 0
 
@@ -207,7 +207,7 @@ class Column:
 
     @property
     def statuses(self) -> dict[int, Json]:
-        """Worker id -> status that this member passed to ``join``; empty before the first epoch."""
+        """Worker id of a member -> status that it passed to ``join``; empty before the first epoch."""
         return {worker: joined["status"] for worker, joined in self._joined().items()}
 
     def join(self, status: Json) -> None:
@@ -238,7 +238,7 @@ class Column:
             raise CoordinatorLost(why)
 
     def _complain(self) -> str:
-        """If a connection of this worker has failed, report it to the coordinator and return it as text, else ""."""
+        """Report a failed connection of this worker to the coordinator; return its error, "" if none has failed."""
         lost = self._lost or (self._group.lost if self._group is not None else None)
         self._lost = None
         if lost is None:

@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 GIVEN, CODE = "flags", "code"
 ASKED_SECONDS = 5.0
-"""Time limit in seconds for another worker's values, and for a refused worker's report of the differences."""
+"""Time limit in seconds to read another worker's values; a refused worker has twice this time to report differences."""
 MOST_ASKED = 3
 """Maximum number of workers from which a worker tries to read the values of the run's program."""
 
@@ -126,7 +126,7 @@ class OwnDescription:
             other = self._ask(compared[odd.model].peer_store, GIVEN)
             found = script_flags.listed(script_flags.differences(self._given, other or self._given))
             found = found or "the differences are unknown, because that worker did not send its values"
-            return f"was started with other {self._called} than the run's worker {odd.model}: {found}"
+            return f"was started with other {self._called} than worker {odd.model} of the run: {found}"
         if code := self._other_program(me, compared):
             return f"runs {code}; start it with the files of the run, or restart the run ({self._lets_in} allows this)"
         return ""

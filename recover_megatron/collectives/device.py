@@ -59,7 +59,7 @@ def until(event: Any, check: Callable[[], None]) -> None:
 
 
 def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> Callable[[], None]:
-    """Return an argument ``check`` for ``until`` that raises ``DeviceStuck`` after ``seconds``.
+    """Return a function to pass to ``until`` as ``check``; it raises ``DeviceStuck`` after ``seconds``.
 
     Use it for work that depends on one device only.  The time begins at the first check.  If ``since`` is given, the
     time begins at the first check after the token ``since`` was cancelled.
@@ -112,7 +112,7 @@ class Order:
     """
 
     def submitted(self) -> object:
-        """Return a token for the work that the calling thread, which submits a bucket, has enqueued; see ``begin``."""
+        """Return a token for a bucket; called by the thread that submits it and has enqueued its computation."""
         return None
 
     def begun(self, token: object) -> bool:

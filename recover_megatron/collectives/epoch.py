@@ -65,7 +65,7 @@ class Epoch(Protocol):
         """Worker id of this member."""
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` once, in any thread, when the epoch ends; if it has ended already, call it now."""
+        """Call ``callback(reason)`` once, in any thread, when the epoch ends, or now if the epoch has ended already."""
 
 
 class SessionEpoch:

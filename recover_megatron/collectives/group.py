@@ -3,7 +3,7 @@
     open_group(epoch, ...)  -->  all_reduce / reduce_scatter / all_gather  -->  close()
                                         |
                                         '-- EpochRevoked --> close(), and on the group of the next epoch:
-                                              pull(buckets)      send spans that are REDUCED at a member to all members
+                                              pull(buckets)      send all members the spans that are REDUCED at a member
                                               (the caller runs lost microbatches again into the LOCAL spans)
                                               all_reduce(bucket) / reduce_scatter(bucket)   sum only the LOCAL spans
 
@@ -34,7 +34,7 @@ class Memo[V]:
     """
 
     def __init__(self, most: int, weight: Callable[[V], int]) -> None:
-        """``most``: maximum total weight.  ``weight``: function of a value that returns its weight."""
+        """``most``: maximum total weight.  ``weight``: function that returns the weight of a value."""
         self._most = most
         self._weight = weight
         self._known = dict[Hashable, V]()
@@ -271,7 +271,7 @@ class Group(ABC):
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def exchange_doubles(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Like ``exchange`` for float64 numbers, which arrive bit for bit; each member must send equally many."""
+        """Like ``exchange`` for float64 numbers, which arrive bit for bit; all members must send equally many."""
         bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
         return torch.tensor(self._exchange_equal(bits, len(bits)), dtype=torch.int64).view(torch.float64).tolist()
 

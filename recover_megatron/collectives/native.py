@@ -1,4 +1,4 @@
-"""Group that sums with the collectives of a library such as NCCL; used if these are faster than the ring.
+"""Group that sums with the collectives of a library such as NCCL; with Megatron, the default on GPUs.
 
     computed bucket --> pack --> reduce_scatter --over and believed--> all_gather or transfer --.
                                                                                                 |
@@ -119,7 +119,7 @@ class Copy:
 class Round:
     """Round of a collective; see the module's docstring.
 
-    ``chunks``: for each rank, the part of its chunk that this round sums or sends.  ``width``: elements of a row.
+    ``chunks``: for each rank, the part of its chunk that this round sums or sends.  ``width``: elements per row.
     """
 
     chunks: Chunks
@@ -184,7 +184,7 @@ class Plan:
 
     round: Round
     source: Span | None
-    """Span of the bucket that the reduce_scatter reads; None: it reads scratch memory, into which ``packed`` copies."""
+    """Span of the bucket that the reduce_scatter reads; None: it reads scratch memory, which ``packed`` has filled."""
     packed: tuple[Copy, ...]
     """Copies from the bucket to scratch memory, made before the operations."""
     rows: tuple[tuple[int, int], ...]
@@ -233,7 +233,7 @@ def missing(plan: Plan, ledger: Ledger) -> Iterator[Copy]:
 
 @dataclass(eq=False)
 class NativeTask(Task):
-    """Submitted collective on a bucket, with the plans of its rounds; ``token``: from ``Order.submitted``."""
+    """Submitted collective on a bucket, with the plans of its rounds; ``token``: result of ``Order.submitted``."""
 
     spec: BucketCollective
     rounds: Sequence[Plan]

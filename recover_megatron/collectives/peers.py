@@ -3,7 +3,7 @@
     in every worker     PeerStoreServer: the worker's peer store, run by a thread; its address is in the worker's status
     in every group      PeerStoreClient: all members of the group connect to the peer store of one member
     in every ring       Neighbours: each member sets values in its own store, and reads from its successor's store
-    between workers     Fetcher: reads bytes of another worker, outside any epoch (``instep.state.overlap``)
+    between workers     Fetcher: reads data of another worker, outside any epoch (``instep.state.overlap``)
     between workers     unreached: returns the workers to which this worker cannot connect
 
 If the member whose store a group uses dies, the epoch ends; in the next epoch the group uses the store of a live
@@ -185,9 +185,11 @@ class Neighbours:
 
 
 class Fetcher:
-    """Connection to the peer store at ``address``, over which this worker reads bytes of the store's worker.
+    """Connection to the peer store at ``address``, over which this worker reads data of the store's worker.
 
-    A thread of that worker answers, so its training continues.  ``patience``: as in ``network.connection.Connection``.
+    A separate thread of that worker answers, so its training continues.  ``patience``: as in
+    ``network.connection.Connection``.
+
     Raises ``PeerLost`` if the store is unreachable, closes the connection, or does not know the run's secret.
     """
 
@@ -199,9 +201,9 @@ class Fetcher:
             raise self._lost(error, unreachable=error.unreachable) from error
 
     def fetch(self, what: Sequence[int]) -> bytes | None:
-        """Return the result of the function ``source`` of the ``PeerStoreServer`` for the numbers ``what``.
+        """Return the requested data, at most ``MOST_BYTES`` bytes; None if the other worker does not have it.
 
-        The result is None or at most ``MOST_BYTES`` bytes.
+        The other worker calls ``PeerStoreServer.source`` with the numbers ``what``, and sends the result.
         """
         try:
             self._connection.send({"fetch": list(what)})

@@ -3,9 +3,8 @@
     IDLE --submit--> RUNNING --all finished--> IDLE --close--> CLOSED
                         '--revoked, or an error--> FAILED --close--> CLOSED
 
-All groups of a device may share one thread.  The thread runs operations in the order in which buckets are submitted, so
-the order is equal at all workers of a column.  A task of one executor begins only when the tasks of all other executors
-that were submitted earlier are finished.
+All groups of a device may share one thread.  All workers of a column submit buckets in the same order, and the thread
+runs the operations in this order.  A task begins only when every earlier task of another executor is finished.
 
 In state FAILED, every unfinished handle and every later submission raises the error that stopped the thread.  Before
 the thread enters this state, it calls ``quiesce`` of all executors, and so waits until the groups no longer access a
@@ -96,7 +95,7 @@ class Executor[T: Task](ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Do the next part of the added tasks, which may block; finish the handles of tasks that are complete.
+        """Do the next part of the added tasks, and finish the handles of complete tasks; the call may block.
 
         Raises ``EpochRevoked``, ``PeerLost``, ``CollectiveMismatch``.
         """

@@ -146,7 +146,7 @@ class Tree:
     def receive(self, member: int) -> bytearray:
         """Return the next message of ``member``, the parent or a child.
 
-        Raises ``EpochRevoked``, ``PeerLost``, and ``CollectiveMismatch`` if the message is of another operation.
+        Raises ``EpochRevoked``, ``PeerLost``, and ``CollectiveMismatch`` if the message belongs to another operation.
         """
         tag, length = _HEADER.unpack(self._exactly(member, _HEADER.size))
         if tag != self._tag:

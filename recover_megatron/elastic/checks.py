@@ -40,9 +40,9 @@ def strange_parameters(optimizer: Optimizer, known: set[int]) -> int:
 def check_backward(arrived: Sequence[torch.Tensor], microbatch: str, *, value: bool) -> None:
     """Raise RuntimeError unless ``backward=`` has added the unscaled gradient of a loss exactly once.
 
-    ``arrived``: gradients that arrived at the loss passed to ``backward=``, one for each of its backward passes.  Each
-    must be 1, since it is a factor of all other gradients.  ``value``: True to check also that the gradient is 1; for
-    this check, the host waits for the device.
+    ``arrived``: gradients that arrived at the loss passed to ``backward=``, one per backward pass from this loss.  The
+    gradient must be 1, since all other gradients are multiplied by it.  ``value``: True to check this, too; for this
+    check, the host waits for the device.
     """
     if not arrived:
         raise RuntimeError(
@@ -164,7 +164,7 @@ def some_differ(own: OwnDescription, worker: int, holds: bool, statuses: Mapping
     """Return whether any worker's settings or program differ from the run's; if so, the epoch must not begin.
 
     If this worker differs and has no state (``holds`` is False), its process exits.  If this worker differs and has a
-    state, it was launched with the run, and the run ends.
+    state, the run ends, since this worker was launched with the run.
     """
     compared = {each: ComparedStatus.of(status, "holds", "holds", "address") for each, status in statuses.items()}
     odd = odd_ones(compared)

@@ -49,7 +49,7 @@ from recover_megatron.variables import HOST_VARIABLE
 log = get_logger(__name__)
 
 OPENING_SECONDS = 600.0
-"""Seconds that workers wait until all have opened an epoch's group; long, since some may still be between steps."""
+"""Seconds that a worker waits until all workers have opened an epoch's group; some may still be between two steps."""
 
 
 class ElasticDataParallel:
@@ -65,11 +65,11 @@ class ElasticDataParallel:
     ``before_update``: called on all workers between the sum of the gradients and the optimizer's step, for example to
     clip the gradients.  ``backward``: called with each loss, divided by ``microbatches`` (accelerate:
     ``accelerator.backward``); it must not scale the gradient.  ``seed``: seed of the default generators of Python,
-    NumPy and torch; None: they are not seeded.  Otherwise they are seeded before each update (from ``seed`` and the
-    step's number), so that all workers draw equal numbers in update and loop, and before each microbatch (also from its
-    number), so that dropout does not depend on the worker that runs it.  ``verify_interval``: number of steps
-    between two comparisons of the workers' states; 0: none.  If a worker's state differs from the majority's, the
-    worker fetches the majority's state; without a majority the run ends with exit code 12.  ``allow_seconds``: time
+    NumPy and torch; None if they must not be seeded.  With a seed, they are seeded before each update (from ``seed``
+    and step), so that all workers draw equal numbers in update and loop.  They are also seeded before each microbatch
+    (from ``seed``, step and microbatch), so that dropout does not depend on the worker.  ``verify_interval``: number of
+    steps between two comparisons of the workers' states; 0 for none.  If a worker's state differs from the majority's,
+    the worker fetches the majority's state; without a majority the run ends with exit code 12.  ``allow_seconds``: time
     that a microbatch may take beyond the hang timeout (60 s) before its worker counts as hung.  ``compare_code``: True
     to refuse a worker if its script or modules differ from the run's (rules: ``recover_megatron.program``).
 
@@ -252,7 +252,7 @@ class ElasticDataParallel:
                     continue
                 if may_leave(self._statuses, self._latest_state, self.completed):
                     self._leading.unfinished = False
-                    if not all(status.leaving for status in self._statuses.values()):  # some do not leave yet
+                    if not all(status.leaving for status in self._statuses.values()):  # some workers do not leave yet
                         self._session.ask(f"worker {self.worker} leaves before the others")
                     continue
                 if not all(status.holds for status in self._statuses.values()):
@@ -300,7 +300,7 @@ class ElasticDataParallel:
         if not self._holds:
             self._passes.ran = []
             holders = [self._statuses[worker] for worker in self._latest_state.holders]
-            # A holder that joined before it applied the last step may have sent an older set of covered parameters.
+            # A holder that joined before it applied the last step may have sent an older value of ``covered``.
             newest = [status for status in holders if status.completed == self._latest_state.completed]
             self._gradients.cover((newest or holders)[0].covered)
             self._gradients.clear()
@@ -334,7 +334,7 @@ class ElasticDataParallel:
         return CoordinatorLost(why, EXIT_STATE_LOST)
 
     def _finish(self, microbatch: Microbatch) -> None:
-        """Run own microbatches, sum, and agree on the step, unless a new epoch is needed.  Raises EpochRevoked."""
+        """Run microbatches, sum gradients, agree on the step, unless a new epoch is needed.  Raises EpochRevoked."""
         group, at, step = self._enter(), self._latest_state, self.completed + 1
         if group is None or at is None:
             return
@@ -395,7 +395,7 @@ class ElasticDataParallel:
         if self.worker in verdict.odd:
             self._holds = False
             self._column.renew(verdict.text(self.completed))
-        else:  # do not end the epoch here: a worker that differs may still be in the exchange
+        else:  # do not end the epoch here: a worker whose state differs may still run ``compare``
             self._session.wait_revoked()
         return False
 

@@ -64,7 +64,7 @@ class Status:
     def settings(
         model: torch.nn.Module, microbatches: int, seed: int | None, verify_interval: int, state: Mapping[str, Stateful]
     ) -> dict[str, str]:
-        """Return the settings that must be equal on all workers, name -> text; the field ``flags`` is their digest."""
+        """Return the settings that must be equal on all workers, name -> text; ``Status.flags`` is their digest."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         orders = {name: "" if p.is_contiguous() else f", strides {list(p.stride())}" for name, p in trained.items()}
         parameters = {f"parameter {name}": f"{p.dtype} {list(p.shape)}{orders[name]}" for name, p in trained.items()}
@@ -94,8 +94,8 @@ def latest_state(statuses: Mapping[int, Status], committed: int) -> LatestState 
     """Return the last step of the run and the holders of its state; None if no worker has a state.
 
     At the start of a run, states may differ (different seeds, or only some workers have loaded a checkpoint).  Then the
-    run continues from the worker with the lowest id among the workers with the most completed steps.  The holders are
-    the workers whose state equals that worker's state.
+    run continues from the state of one worker: among the workers with the most completed steps, the worker with the
+    lowest id.  The holders are the workers whose state equals this worker's state.
     """
     now = {worker: status.after(committed) for worker, status in sorted(statuses.items()) if status.holds}
     if not now:
@@ -109,7 +109,7 @@ def latest_state(statuses: Mapping[int, Status], committed: int) -> LatestState 
 def odd_cover(statuses: Mapping[int, Status], at: LatestState) -> int | None:
     """Return the first holder that trains other parameters than the holder with the lowest id; None if there is none.
 
-    Holders that joined before they applied the last step are ignored: they may unfreeze layers after that step.
+    Holders that joined before they applied the last step are ignored, since they may unfreeze layers after that step.
     """
     newest = {worker: statuses[worker].covered for worker in at.holders if statuses[worker].completed == at.completed}
     return next((worker for worker, covered in newest.items() if covered != next(iter(newest.values()))), None)

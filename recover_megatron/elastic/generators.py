@@ -1,4 +1,4 @@
-"""Seeds of the random number generators, from step and microbatch, so that all workers draw equal numbers.
+"""Seeds of the random number generators, computed from step and microbatch, so that all workers draw equal numbers.
 
     microbatch j of step s     seeded by (seed, s, j)    dropout does not depend on the worker that runs the microbatch
     the update of step s       seeded by (seed, s)       the same on all workers: noise, stochastic rounding

@@ -81,7 +81,7 @@ class Gradients:
         return True
 
     def grow(self) -> bool:
-        """Cover newly trainable parameters; return whether there are any.  If so, all gradients become zero."""
+        """Cover newly trainable parameters.  If there are any, zero all gradients and return True."""
         if not any(parameter.requires_grad for parameter in self._others):
             return False
         trained = {at for at, parameter in enumerate(self._all) if parameter.requires_grad}
@@ -175,7 +175,7 @@ class Gradients:
         loss, *counts = self._counted.tolist()
         times, self._uses = counts[: self._microbatches], counts[self._microbatches :]
         if any(count != 1 for count in times):
-            raise Disagreement(f"the sum contains each microbatch {[int(count) for count in times]} times, not once")
+            raise Disagreement(f"microbatches 0, 1, ... were summed {[int(count) for count in times]} times, not once")
         return float(loss)
 
     def leave_out_unused(self) -> None:

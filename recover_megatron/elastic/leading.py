@@ -18,7 +18,7 @@ from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 
 class Leading:
-    """Functions passed to ``lead`` since the last step; the leading worker may not have finished them."""
+    """Functions passed to ``lead`` since the last step, each kept until it has certainly returned."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, Callable[[], Any]]] = []
@@ -52,7 +52,7 @@ class Leading:
             begin(name)
             try:
                 function()
-            except (CoordinatorLost, Fenced):  # no error of the function: this worker is no longer part of the run
+            except (CoordinatorLost, Fenced):  # not an error of the function: this worker is no longer part of the run
                 raise
             except Exception as error:
                 failed(name, error)

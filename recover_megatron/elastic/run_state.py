@@ -202,7 +202,7 @@ class Exchange:
 
         ``stay`` is called repeatedly, and aborts the transfer by raising an error.  ``progress`` is called when data
         arrives.  Raises the errors of ``stay``, ``PeerLost`` if all holders are lost, ``Disagreement`` if the received
-        data is damaged, and ``NotRestored`` if a holder cannot send its state, or the loaded state differs.
+        data is damaged, and ``NotRestored`` if a holder cannot send its state, or if loading has changed the state.
         """
         name = f"{KIND}/{epoch}"
 

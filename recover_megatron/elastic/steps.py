@@ -156,11 +156,11 @@ def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
 def _end(elastic: Any, method: str) -> NoReturn:
     """Log that the script called ``method`` after an exception in ``step``, and exit this worker's process."""
     error, step = elastic._failed, elastic.completed + 1
-    what = "parameters and optimizer may be half updated" if _half_updated(elastic) else "its gradients are incomplete"
+    what = "parameters and optimizer may be half updated" if _half_updated(elastic) else "the gradients are incomplete"
     log.error(
         f"worker {elastic.worker} exits, and the other workers continue without it: the script called {method}() after "
         f"step {step} raised {type(error).__name__}, and {what}.  Let the error end the process: --max-restarts starts "
-        "another worker, which gets the state of the others.  Catch errors that can be retried inside the microbatch",
+        "another worker, which gets the state of the others.  If an error can be retried, catch it in the microbatch",
         exc_info=error,
     )
     raise error if isinstance(error, SystemExit) else SystemExit(EXIT_OWN_FAULT)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""Function that sends a list of signed 64-bit integers to all members, and returns the lists of all, by rank."""
+"""Function that sends a list of signed 64-bit integers to all members, and returns the lists of all members by rank."""
 
 _MOST_NAMES = 5
 
@@ -47,8 +47,9 @@ class Verdict:
 def compare(exchange: Exchange, workers: Sequence[int], own: Mapping[str, str]) -> Verdict | None:
     """Compare the states of all ``workers`` (ids by rank); return None if all are equal.  ``own``: name -> digest.
 
-    Collective: all workers must call it in the same order among their other collectives.  All get the same verdict,
-    except that a worker cannot name tensors that it does not have.  Raises the errors of ``exchange``.
+    Collective: all workers must call it in the same order among their other collectives.  All workers get the
+    same result, except for ``names``: a worker cannot name tensors that it does not have.  Raises the errors of
+    ``exchange``.
     """
     total = _number("".join(f"{name}={digest};" for name, digest in own.items()))
     digests = [row[0] for row in exchange([total])]

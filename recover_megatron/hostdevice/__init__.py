@@ -133,8 +133,8 @@ def activate(within: str | None = None) -> None:
     """Make torch and Megatron of this process run on the host.  Idempotent; it cannot be undone.
 
     Raises ``HostDeviceError`` if a Megatron module was imported before, because Megatron keeps references to functions
-    that are replaced here.  A package of a patched Megatron that calls this function passes its name as ``within``, and
-    only modules of that package are checked.  A process that has rank 0 or no rank logs one line.
+    that are replaced here.  ``within``: name of the package of a patched Megatron that calls this function; then
+    only the modules of that package are checked.  A process with rank 0 or without a rank logs one line.
     """
     global _active
     if _active:

@@ -52,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad  # Megatron may change this attribute later
         self.store_param_remainders = store_param_remainders and master_weights
         self._scales: dict[Any, dict[str, torch.Tensor]] = {}
-        """Parameter -> name of a bfloat16 state tensor -> scale, always 1; Transformer Engine has such an attribute."""
+        """Parameter -> name of a bfloat16 state tensor -> its scale, which is 1; Transformer Engine has such scales."""
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
 
@@ -212,8 +212,8 @@ CHUNK = 1 << 18
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of all elements, a float64 scalar on the device of ``tensors``.
 
-    On the CPU, torch 2.15 adds up float32 squares in float32.  From 2^24 elements on, such a norm is too small by up to
-    some percent, and depends on how the elements are divided into tensors.
+    On the CPU, torch 2.15 adds up float32 squares in float32.  From 2^24 elements on, a norm from this sum is too small
+    by up to some percent, and depends on how the elements are divided into tensors.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     parts = [part for item in flat for part in (item.split(CHUNK) if item.device.type == "cpu" else (item,))]

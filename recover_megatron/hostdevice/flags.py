@@ -47,8 +47,8 @@ def host_defaults() -> list[str]:
 def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str = "leave it out") -> Rule:
     """Return a rule that refuses ``flag`` because of ``why``; ``do`` is the remedy.
 
-    ``file``: Megatron's file in which the run would otherwise fail.  ``when``: condition of the refusal; None if
-    every use of ``flag`` is refused.
+    ``file``: Megatron's file in which the run would fail.  ``when``: condition under which the flag is refused; None
+    if it is always refused.
     """
     return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
@@ -99,7 +99,7 @@ RULES = [
          lambda args: is_set("moe_enable_deepep")(args) or is_one_of("moe_token_dispatcher_type", "flex")(args),
          "use alltoall or allgather"),
     _out("--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8", _TE, "core/optimizer/__init__.py",
-         keeps(*SCALED), "use fp32 (or, for moments, bf16)"),
+         keeps(*SCALED), "use fp32; moments may also be bf16"),
     _out("--optimizer-cpu-offload", "there is no device to offload from",
          "core/optimizer/cpu_offloading/hybrid_optimizer.py"),
     _out("--cpu-offloading-num-layers", _TE, "core/transformer/transformer_block.py"),
@@ -131,7 +131,7 @@ RULES = [
     _out("--record-memory-history", "records CUDA memory", "training/utils/utils.py"),
     _out("--log-straggler", "reads the GPU's clock and power", "core/utils.py"),
 ]  # fmt: skip
-"""Refused flags.  Each flag made a run with Megatron 0.19.2 on the host device fail, except --fp8-format (ignored)."""
+"""Refused flags.  With Megatron 0.19.2 on the host device, each of them made a run fail, or ignore --fp8-format."""
 
 
 def unsupported(args: Any) -> list[str]:
@@ -147,8 +147,8 @@ def never_summed(args: Any) -> list[str]:
     """Return one line if Megatron-FSDP would silently train a separate model in each of its instances.
 
     ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without this flag Megatron-FSDP
-    does not know which microbatch is the last one, after which it would sum over the instances.  Seen with Megatron
-    0.19.2.  Megatron-FSDP 2 is not affected: it has only one instance.
+    does not know which microbatch is the last one, so it never sums over the instances.  Seen with Megatron 0.19.2.
+    Megatron-FSDP 2 is not affected: it has only one instance.
     """
     instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
     first = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 1
@@ -205,6 +205,6 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 def speaks() -> bool:
     """Return whether this process logs for the run: it has rank 0 or no rank, and multiprocessing did not start it."""
-    main = sys.modules.get("__mp_main__")  # set by script.py, and in a spawned process by multiprocessing
+    main = sys.modules.get("__mp_main__")  # set by script.py, and by multiprocessing in a spawned process
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
     return os.environ.get("RANK", "0") == "0" and not spawned

@@ -299,7 +299,7 @@ FIXES = {
         _TE,
     ),
     "remainders-by-default": Fix(
-        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "as for remainders, in the check of flags", _TE
+        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "same reason as remainders, for flag checks", _TE
     ),
     "norms-in-float64": Fix(
         "megatron.core.utils",
@@ -440,8 +440,8 @@ def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
 def install(only: Collection[str] | None = None) -> None:
     """Register the fixes with the names ``only`` (default: all of ``FIXES``); idempotent.
 
-    Raises ``UnsupportedMegatron`` if an imported module differs from what its fix expects.  A later import of such a
-    module raises the same error.
+    Raises ``UnsupportedMegatron`` if an imported module differs from what its fix expects.  The import of such a
+    module after this call raises it, too.
     """
     names = [name for name in (FIXES if only is None else only) if name not in _installed]
     _installed.update(names)

@@ -90,7 +90,7 @@ class Event:
 
 
 def table() -> list[Replacement]:
-    """Return all replacements.  Call this once, before any is applied: replacements call the functions they replace."""
+    """Return all replacements.  Call it once, before any is applied: replacements call the functions they replace."""
     rows: list[Replacement] = []
 
     def row(owner: Any, why: str, **values: Any) -> None:

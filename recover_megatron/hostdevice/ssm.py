@@ -258,4 +258,5 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops": {},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
 }
-"""Module -> name -> replacement for Megatron.  With these versions Megatron packs sequences only in training."""
+"""Module -> name -> replacement that Megatron imports.  With these values of ``__version__``, Megatron packs sequences
+only in training."""

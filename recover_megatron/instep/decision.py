@@ -30,8 +30,8 @@ SOURCES = ("save", "load", NON_PERSISTENT)
 MEMORY = "memory"
 """``Rollback.source`` of a rollback to the snapshots in the workers' memory (`snapshots`)."""
 HELD = "held"
-"""``Rollback.source`` of a rollback to the older state that workers set aside still have, if the newer state is
-lost."""
+"""``Rollback.source`` of a rollback after the newer state is lost.  The older state is held by workers that were set
+aside."""
 Snapshot = tuple[int, int, int, int, int]
 """Snapshot part that a worker holds: (part (``workload.snapshots``), iteration after which it was taken, epoch of its
 timeline, epoch in which it was taken, number of parts of the snapshot).  The epoch in which it was taken is 0 if parts
@@ -73,7 +73,7 @@ class JoinStatus:
     ready: bool = False
     """True for a spare that can take a place now."""
     node: str = ""
-    """Name of the worker's node.  Tensor-parallel groups stay within a node, unless ``Rules.cross_node``."""
+    """Name of the worker's node.  Tensor-parallel groups stay within a node, unless ``Rules.cross_node`` is True."""
     domains: Sequence[str] = ()
     """Names of the worker's failure domains, such as its node and its rack (``workload.domains.names``)."""
     device: int | None = None
@@ -200,7 +200,7 @@ class Rules:
     placed: bool = True
     """True if failure domains decide which workers hold a part; False if Megatron's optimizer instances do."""
     memory: str = "off"
-    """Mode of the snapshots in memory; "off": none are taken.  See ``workload.snapshots.copies``."""
+    """Mode of the snapshots in memory; "off": no snapshots are taken.  See ``workload.snapshots.copies``."""
     memory_interval: int = 0
     """Iterations between two snapshots; 0: the run chooses the number by the cost of a snapshot."""
     spares: int = 0
@@ -247,7 +247,8 @@ class Decision:
     rollback: Rollback | None = None
     """Rollback that restores the run's lost state; None: the state is not lost, or cannot be restored."""
     undone: int = 0
-    """Value that all members report as ``JoinStatus.undone`` until the rollback is carried out; 0: none is pending."""
+    """Value that all members report as ``JoinStatus.undone`` until a rollback is carried out; 0: no rollback is
+    pending."""
     timeline: Timeline = (0, 0)
     """Newest timeline.  All workers with a place are in it, or will be after their rollback."""
     before: Timeline = (0, 0)
@@ -291,7 +292,7 @@ class Decision:
     broken: frozenset[Edge] = frozenset()
     """Pairs of live workers that cannot connect to each other."""
     left_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
-    """Complete replica that gets no place -> the broken edges that are the reason."""
+    """Complete replica that gets no place -> the pairs in ``broken`` that are the reason."""
     draining: tuple[str, ...] = ()
     """Nodes that the run drains.  Their workers leave: those with a place at the next boundary, spares now."""
     undrained: Mapping[str, str] = field(default_factory=dict)
@@ -330,7 +331,8 @@ class Decision:
 
 
 MOST_CHECKPOINTS = 4
-"""Greatest number of checkpoints that are reported.  If the newest cannot be read, an older one is loaded."""
+"""Greatest number of persistent checkpoints that a worker reports.  If the newest cannot be read, the run loads an
+older one."""
 
 
 def merged(*known: Iterable[Checkpoint], until: Rollback | None = None) -> tuple[Checkpoint, ...]:

@@ -109,7 +109,8 @@ class CheckpointFailed(InStepError):
 
 
 class UnknownOperation(InStepError):
-    """Raised if code inside a step calls an operation over replicas that the recovery cannot replace: exit code 1."""
+    """Raised if code calls an operation over replicas, and the recovery can neither replace it nor carry it out: exit
+    code 1."""
 
 
 _SIGNS = (
@@ -215,7 +216,7 @@ def _files(error: BaseException) -> list[str]:
 
 
 def is_own(error: BaseException) -> bool:
-    """Return whether ``error`` is a fault of this worker's host or device, which other workers may not have.
+    """Return whether ``error`` is a fault of this worker's host or device, so other workers may be unaffected.
 
     For a ``CheckpointFailed`` the attribute ``own`` decides, since workers share the checkpoint's file system.
     """

@@ -43,8 +43,9 @@ class Hooks(Protocol):
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         """Abort all communication inside this worker's replica: pending operations on this worker raise an error.
 
-        ``all_heard``: function that waits until all workers know that the epoch is over.  NCCL operations must be
-        aborted after that, since an abort may look like a success to other members (``collectives.epoch``).
+        ``all_heard``: function that waits until all workers know that the epoch is over.  Abort NCCL operations only
+        after this function has returned, since an abort may look like a success to other members
+        (``collectives.epoch``).
         """
 
     def planned(self, decision: Decision) -> None:
@@ -100,8 +101,8 @@ STORAGE_SECONDS = 3600.0
 """Seconds, in addition to the hang timeout, for which reading or writing a checkpoint may move no byte."""
 LOOK_SECONDS = 1.0
 LEAST_BYTES = 1 << 16
-"""Least number of bytes, read or written between two checks, that count as progress: more bytes than a
-worker's messages cause."""
+"""Least number of bytes, read or written between two checks, that count as progress.  The messages of a
+worker cause fewer bytes."""
 
 T = TypeVar("T")
 
@@ -151,7 +152,7 @@ class ProgressReports:
         commits the iteration.  If the coordinator is lost, this worker reports the error to the next coordinator.
         ``what``: beginning of the reason, as in "worker 3 has found wrong gradients".
         """
-        reason = f"{what} in iteration {self._hooks.iteration()}, which no worker applies: {error}"
+        reason = f"{what} in iteration {self._hooks.iteration()}, whose update no worker applies: {error}"
         then = "start again from the last checkpoint; if the error comes back, the code is at fault, not a device"
         self._session.give_up(EXIT_SAME_FAULT, f"{reason}; {then}")
         self.mark(self.phase, waiting=True)
@@ -243,7 +244,7 @@ class Announcements:
     opened(n)   rendezvous n was opened: publish which operations are over for this worker, since other workers may
                 have been interrupted in these operations; wake the threads that wait for this object
     over()      an operation is over for this worker: publish this if a rendezvous is open
-    leave()     this worker has lost its place: publish that other workers must not wait for it in an operation
+    leave()     this worker has lost its place: publish that other workers must not wait for this worker
     """
 
     _assignment: Assignment
@@ -307,7 +308,9 @@ class Announcements:
                 self._publish(group, operation, HERE)
 
     def answer(self, rendezvous: int, group: str, operation: str, found: str) -> None:
-        """Publish ``found``, the result for an interrupted operation; the leader calls it after asking all members."""
+        """Publish ``found``, the result for an interrupted operation.
+
+        The leader of the operation (`exchange`) calls this method after it has asked all members."""
         self._peer_store.put(f"{key(rendezvous, group, operation)}/found", found, rendezvous)
 
     def await_rendezvous(self, after: int, seconds: float) -> tuple[int, frozenset[int]] | None:

@@ -1,22 +1,22 @@
 """Interface of in-step recovery: one ``Manager`` per worker, and the ``View`` of the run that it returns.
 
 Guarantee: every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die, and
-whenever.  When ``step`` returns, its iteration is committed.  If ``step`` raises on this worker, the other workers may
-still commit the iteration, with or without the microbatches of this replica, but this worker does not update its
-parameters.  Everything else that workers do together (an evaluation, a checkpoint) is a section.  If a worker is lost
-during a section, the remaining workers run the section again from the beginning.
+whenever they die.  When ``step`` returns, its iteration is committed.  If ``step`` raises on this worker, the other
+workers may still commit the iteration, with or without the microbatches of this replica, but this worker does not
+update its parameters.  Everything else that workers do together (an evaluation, a checkpoint) is a section.  If a
+worker is lost during a section, the remaining workers run the section again from the beginning.
 
-The caller has a few duties.  First, pass a ``Hooks`` (`hooks`): its methods that are not documented as "in the main
-thread" are also called in other threads at any time, and must be quick and wait for no worker.  Then call, in the
-thread that trains (the main thread; other threads may call only the methods that say so)::
+The caller has a few duties.  First, pass a ``Hooks`` object (`hooks`).  Unless its docstring says "in the main
+thread", a method of this object may be called in any thread at any time, so it must be quick and must wait for no
+worker.  Then call, in the thread that trains (the main thread; other threads may call only the methods that say so)::
 
-    start                          once: all workers of the launch join the first epoch.  Until then a death ends the
-                                   run (a worker without a slot at launch begins with ``wait_for_place`` instead)
+    start                          once: all workers of the launch join the first epoch; a death before that ends the
+                                   run.  (A worker without a slot at launch calls ``wait_for_place`` instead.)
     for each iteration:
         at_boundary                new workers join here
         step                       pass your microbatches' gradients; after ``step`` has returned, update the parameters
-        section                    everything else that needs workers of other replicas: the same sections in the same
-                                   order on all workers
+        section                    run any other work that needs workers of other replicas; all workers must run the
+                                   same sections in the same order
     finish                         once: the training is over for this worker
 
 Get a new ``view`` after each of these calls: if the call met other workers, the groups of the old epoch are closed.
@@ -42,8 +42,8 @@ then continue with ``at_boundary``.  If ``is_of_mates`` returns False, this work
     EpochRevoked       raised only by operations of ``View.groups`` and by ``wait_in_touch``: let it propagate out of
                        the section, which then runs again (a step uses neither)
 
-The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; torchft discards a failed step,
-this manager finishes it.
+The interface follows torchft's manager, which also hides a quorum behind step, boundary and commit.  But torchft
+discards a failed step, whereas this manager finishes it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Manager:
         Does not wait for other workers.
 
         :param grid: the slots of the launch
-        :param verify_interval: iterations between comparisons of states; 0: none
+        :param verify_interval: iterations between comparisons of states; 0: no comparisons
         """
         self._parts = Recovery(session, worker, grid, communication, hooks, rules or Rules(), verify_interval)
         self._blame = Blame()
@@ -123,7 +123,7 @@ class Manager:
         """Run one iteration of ``total`` microbatches (over all replicas) until it is committed.
 
         :param tail: the bucket that is summed last, with the losses and the counts of microbatches
-        :param share: 1 / number of workers of the tail's column in one replica
+        :param share: 1 / (number of workers that the tail's column has in each replica)
         :param balance: if passed, slow replicas get fewer microbatches from the next step on
         :raises Disagreement: if this worker's microbatches or gradients are wrong; terminate the process.  If wrong
             gradients may be in a sum, the run ends for all workers, and no worker commits the step; otherwise the other
@@ -131,7 +131,7 @@ class Manager:
         """
         self._parts.show(total)
         outcome = Step(self._parts, trainer, total, tail, share).run()
-        if balance is not None and not outcome.by_plan:  # if by_plan, the new plan has reset the quotas
+        if balance is not None and not outcome.by_plan:  # otherwise the new plan has reset the quotas
             self._parts.rebalance(outcome.speeds, total, balance)
         return outcome
 
@@ -147,12 +147,13 @@ class Manager:
     ) -> Any:
         """Run a section: call ``run`` on all workers; call it again if a worker is lost; return the result.
 
-        :param run: called again after an interruption, so it must have no effect that a second call would double
-        :param reset: undoes effects of an interrupted ``run`` before the next call.  Tensors that collectives overwrote
-            are restored in any case
+        :param run: function that is called again after an interruption, so a second call must not double its effects
+        :param reset: function that undoes effects of an interrupted ``run`` before the next call.  Tensors that
+            collectives overwrote are restored in any case
         :param together: True if the workers of a replica wait for each other in ``run``, and so must all call it
         :param phase: phase that this worker reports during ``run`` if ``moved`` is passed; default: ``kind``
-        :param moved: returns the number of bytes read and written so far; while it grows, no mark is needed
+        :param moved: function that returns the number of bytes read and written so far; while this number grows, the
+            worker needs no mark
         """
         if moved is not None:
             run = self._parts.progress.moving(phase or kind, run, moved)
@@ -182,13 +183,16 @@ class Manager:
         return progress.storage(what) if storage else progress.waiting(what)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the present one); from any thread."""
+        """Inject a fault if one is due in ``phase`` of ``iteration`` (None: the iteration under way).
+
+        May be called from any thread.
+        """
         self._parts.progress.inject(phase, iteration)
 
     def log(self, event: str, *, note: str = "", **fields: Any) -> None:
         """Write a line of events.jsonl, if this worker writes this file; ``fields`` are JSON values.
 
-        ``note``: shown by recover-status for this worker from now on.
+        ``note``: text that recover-status shows for this worker from now on.
         """
         self._parts.hooks.log(event, **fields)
         if note:
@@ -202,11 +206,12 @@ class Manager:
         self._parts.orphan.stay()
 
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Wait until the coordinator has answered this worker within the last heartbeat timeout; from any thread.
+        """Wait until the coordinator has answered this worker within the last heartbeat timeout.
 
-        Usually returns at once.  Call it before an action that an evicted worker must not perform: a worker does not
-        notice its eviction while its process is suspended.  Raises ``Fenced`` or ``CoordinatorLost``; ``EpochRevoked``
-        unless ``in_epoch`` is False; and, after ``finish``, another ``MembershipError``.
+        Usually returns at once; may be called from any thread.  Call it before an action that an evicted worker must
+        not perform: a worker does not notice its eviction while its process is suspended.  Raises ``Fenced`` or
+        ``CoordinatorLost`` if this worker is out of the run, ``EpochRevoked`` if the epoch is over and ``in_epoch`` is
+        True, and another ``MembershipError`` after ``finish``.
         """
         self._parts.session.wait_in_touch(in_epoch=in_epoch)
 
@@ -229,13 +234,13 @@ class Manager:
             raise Orphaned(what)
         self._parts.planner.lose_state(what)
 
-    # ---- out of the training, and back
+    # ---- leaving the training, and returning to it
 
     def leave(self, why: BaseException | str, *, note: str = "") -> None:
         """Leave the training, and notify the other workers.
 
-        ``why``: an error for which ``is_of_mates`` returned True, or a reason as text.  ``note``: shown by
-        recover-status for this worker from now on.
+        ``why``: an error for which ``is_of_mates`` returned True, or a reason as text.  ``note``: text that
+        recover-status shows for this worker from now on.
         """
         if note:
             self._parts.session.note(note)
@@ -254,9 +259,9 @@ class Manager:
 
         :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position=None`` if
             this worker can take no place
-        :raises OtherPosition: this worker now has another position; build the model of this position, then call this
-            method again
-        :raises RunOver: there will be no place
+        :raises OtherPosition: if the plan needs this worker in another position; build the model of this position, then
+            call this method again
+        :raises RunOver: if this worker must exit, because it will get no place
         """
         try:
             return self._parts.orphan.wait(**offer)

@@ -175,13 +175,13 @@ class Recovery:
 
 
 UNEXPLAINED = 2
-"""Number of communication failures inside a complete replica in one iteration; after one more failure the training code
-is to blame."""
+"""Greatest number of communication failures in one iteration that are attributed to a model-parallel peer although all
+peers live.  After one more such failure the training code is to blame."""
 
 
 @dataclass(eq=False)
 class Blame:
-    """Decides which errors of one worker its model-parallel peers caused; counts unexplained errors per iteration.
+    """Decides which errors of one worker were caused by model-parallel peers; counts unexplained errors per iteration.
 
     If an operation on a group fails and a model-parallel peer is lost, the loss is the cause, whatever the error's
     text.  An error about a lost connection is attributed to a dead peer even before the death is reported; the worker
@@ -220,8 +220,8 @@ class Blame:
         return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
 
     def left(self, recovery: Recovery) -> None:
-        """Count the error for which this worker left the training as unexplained, unless a model-parallel peer is
-        lost."""
+        """Count an error as unexplained, unless a model-parallel peer is lost; this worker has left the training
+        because of this error."""
         iteration = recovery.hooks.iteration()
         if self._iteration != iteration:
             self._iteration, self._unexplained = iteration, 0

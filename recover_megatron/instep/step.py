@@ -33,7 +33,8 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.trainer import Outcome, Tail, Trainer, alive
 
 REGROUP_SECONDS = 120.0
-"""Seconds, in addition to the hang timeout, that opening all rings of an epoch may take; the same for the pull."""
+"""Seconds, in addition to the hang timeout, that opening all rings of an epoch may take.  The pull may take as
+long again."""
 
 
 class State(Enum):
@@ -51,7 +52,7 @@ class Step:
     """State machine of one iteration of one worker.
 
     ``total``: number of microbatches of the step, over all replicas.  ``tail``: bucket with losses and counts, which is
-    summed last (`trainer`).  ``share``: 1 / number of workers of the tail's column in one replica (see ``Tail.fill``).
+    summed last (`trainer`).  ``share``: 1 / (number of workers that the tail's column has in each replica).
     """
 
     def __init__(self, recovery: Recovery, trainer: Trainer, total: int, tail: Tail, share: float) -> None:

@@ -62,7 +62,7 @@ class Gradients:
         self._stream = epoch_groups, live
 
     def hold(self) -> None:
-        """Submit no bucket until ``reduce``.
+        """Submit no bucket until ``reduce`` is called.
 
         The caller must have waited for all submitted buckets, unless their epoch has ended.
         """
@@ -111,7 +111,7 @@ class Gradients:
             epoch_groups.ring(alive(column, live)).pull(buckets)
 
     def save_sums(self) -> list[SavedSums]:
-        """Return copies of the REDUCED spans, to be restored after lost microbatches were run into the same buffers."""
+        """Return copies of the REDUCED spans, to be restored after lost microbatches have changed the same buffers."""
         kept: list[SavedSums] = []
         for _, bucket in self._parts:
             kept.append(bucket.save_sums(self._memory, sum(saved.device_bytes for saved in kept)))
@@ -170,8 +170,8 @@ class Tail:
         unchanged.
 
         ``ids``: the microbatches that ``replica`` ran.  ``extras``: float64, flat, at most ``room`` numbers.
-        ``share``: 1 / number of workers of this column in one replica, so that the counts of these workers add up
-        to one.
+        ``share``: 1 / (number of workers that this column has in each replica), so that the counts of these workers add
+        up to one.
         ``seconds``: seconds per microbatch in the main pass.  Raises ValueError for too many extras.
         """
         if extras.numel() > self._room:

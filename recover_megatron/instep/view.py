@@ -24,11 +24,11 @@ class View:
     communication: CommunicationConfig
 
     plan: Decision | None
-    """The last plan with a place for this worker; None: it has not joined the first epoch yet."""
+    """The last plan with a place for this worker; None: the worker has not joined the first epoch yet."""
     replica: int
     inner_rank: int
     position: int | None
-    """The position for which this worker's model is built; None: it has no model yet."""
+    """The position for which this worker's model is built; None: the worker has no model yet."""
     live: frozenset[Slot]
     """Slots that have a worker in ``plan``; the same object until the plan changes."""
     epoch_groups: EpochGroups | None
@@ -69,7 +69,7 @@ class View:
 
     @property
     def started(self) -> bool:
-        """True after the first epoch was joined; before that a death ends the run."""
+        """True after this worker has joined the first epoch; a death before that ends the run."""
         return self.plan is not None
 
     @property
@@ -89,6 +89,8 @@ class View:
         return self.epoch_groups
 
     def share(self, total: int) -> list[list[int]]:
-        """Return the microbatches of this worker's replica in a step of ``total``: a list of ids for each inner
-        rank."""
+        """Return the ids of the microbatches that this worker's replica runs in a step of ``total`` microbatches.
+
+        The result has one list for each inner rank.
+        """
         return self.quotas.of(self.decision, self.replica, total)

@@ -28,7 +28,7 @@ def inner_ranks_of(args: Any, world: int) -> int:
 
 
 def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) -> list[int]:
-    """Return the sizes, in samples, of the global batches that the run has yet to train, one per schedule entry.
+    """Return the sizes, in samples, of the batches that this launch has yet to train, one per schedule entry.
 
     The run has already trained ``consumed`` samples in ``iteration`` steps.  Megatron need not have validated ``args``.
     The list is empty if Megatron will refuse the arguments, or if the run resumes a batch size schedule and
@@ -112,7 +112,7 @@ def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
 
 
 def spreads_optimizer(args: Any) -> bool:
-    """Return whether the optimizer's state is sharded over replicas; with Megatron-FSDP by default it is not."""
+    """Return whether the optimizer's state is sharded over replicas; with Megatron-FSDP a flag requests this."""
     if getattr(args, "use_megatron_fsdp", False):
         return bool(getattr(args, "outer_dp_sharding_strategy", "no_shard") == "optim")
     return bool(args.use_distributed_optimizer)

@@ -184,7 +184,7 @@ SEAMS = {
         Seam("megatron.training.checkpointing", "check_checkpoint_args", ("checkpoint_args",), optional=True),
     )
 }  # fmt: skip
-"""Functions of Megatron that --recover wraps, or replaces in a distributed optimizer: name -> seam."""
+"""Seams (by name) of Megatron's functions that --recover wraps or, on distributed optimizers, replaces."""
 
 FSDP_SEAMS = {
     seam.name: seam
@@ -208,7 +208,7 @@ FSDP_SEAMS = {
         Seam(f"{_FSDP2}.dbuffer", "DBuffer._get_owned_range", ("self", "tensor_index"), optional=True),
     )
 }  # fmt: skip
-"""Functions of Megatron that --recover wraps only with --use-megatron-fsdp: name -> seam."""
+"""Seams (by name) of Megatron's functions that --recover wraps only with --use-megatron-fsdp."""
 
 
 def misfits(seams: dict[str, Seam]) -> list[str]:

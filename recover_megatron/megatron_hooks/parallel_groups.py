@@ -1,4 +1,4 @@
-"""Process groups: replacements for Megatron's groups that keep working after workers were lost.
+"""Process groups that replace Megatron's groups and keep working after workers are lost.
 
 torch.distributed.init_process_group     creates the default group, an EpochGroup
 parallel_state.create_group              creates an EpochGroup if the group spans several replicas, otherwise a
@@ -9,7 +9,7 @@ a new plan                               renumbers the n occupied slots as globa
                                          Megatron's arguments keep their values from the launch
 log_utils.safe_get_world_size            returns the launch's size, so that Megatron attributes all lines of its
                                          progress log to one job
-a place in another replica               rebuilds the groups inside that replica over its present workers
+a place in another replica               makes this worker and its new peers rebuild the groups inside that replica
 
 A worker that builds its model while other workers train (``alone``) creates no torch group.  Until it has a place, each
 of its groups has this worker as the only member.
@@ -69,7 +69,7 @@ KNOWN = {
     ("megatron.bridge.training.train", "train_step", "allreduce"): (
         "the loss and its divisor, in Megatron-Bridge's loop: summed in the tail bucket"),
     ("megatron.core.optimizer.optimizer", "has_grad_norm_group", "allreduce"): (
-        "a test for parameters with a separate gradient norm (over all replicas with the distributed optimizer): only "
+        "a test, with the distributed optimizer over all replicas, for parameters with a separate gradient norm: only "
         "--mtp-detach-heads creates such parameters, and --recover refuses this flag with that optimizer"),
     ("megatron.core.timers", "start", "barrier"): (
         "barrier at the start of a time measurement (--timing-log-level 1 and 2): no result depends on it"),
@@ -107,8 +107,9 @@ class Groups:
     """Process groups of this worker.  Call ``install`` before Megatron creates a group.
 
     ``slot``: this worker's slot at launch, or the slot for which it builds its model ``alone``.  ``ports``: ports of
-    the rendezvous store and the coordinators; connections to these that are opened while Megatron creates its groups
-    belong to no group.  ``device``: this worker's device.  ``most``: the number of replicas to which the run may grow.
+    the rendezvous store and the coordinators; connections to these ports that are opened while Megatron creates its
+    groups belong to no group.  ``device``: this worker's device.  ``most``: the number of replicas to which the run may
+    grow.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Groups:
                 if dist.get_backend(default) == "gloo":
                     outside.guard_by(self.inside.guard)
                 register(outside, default)
-            # Sample counts and learning rates use the launch's size, even after workers are lost.
+            # Sample counts and learning rates use the data-parallel size at launch, even after workers are lost.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             self._profiled = list(getattr(get_args(), "profile_ranks", None) or ())
@@ -296,7 +297,7 @@ class Groups:
         return self.traffic.during(Mode.STEP)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Return the context of a section that runs to its end even if an operation fails, and is then repeated."""
+        """Return the context of a section that, after a loss, runs to its end before it is repeated."""
         return self.traffic.during(Mode.DEFERRED)
 
     @contextmanager
@@ -367,7 +368,7 @@ class Groups:
 
 
 def _moved(value: Any, moved: dict[Slot, Slot]) -> Any:
-    """Translate lists of global ranks by ``moved`` (old slot -> new slot); a list with any other slot is kept."""
+    """Translate lists of global ranks by ``moved`` (old slot -> new slot); a list with an unknown slot is kept."""
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, int) for item in value) and not set(value) <= set(moved):
             return value

@@ -34,8 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run one candidate coordinator. Give all candidates of a run the same options. Members try the "
         "candidates in the order of their address list; one candidate leads at a time.",
         epilog=f"The job's secret comes from the environment: {SECRET_VARIABLE}, or {SECRET_FILE_VARIABLE} (a file of "
-        "mode 0600). Exit codes: 0 all workers left, 10 no worker or no possible plan remains, 11 this side of "
-        "a partition may not continue, 12 state lost; otherwise the code that a worker chose, or 128 + the signal.",
+        "mode 0600). Exit codes: 0 all workers left, 1 every worker would fail, 10 no worker or no possible plan "
+        "remains, 11 this side of a partition may not continue, 12 state lost; else a worker's code, or 128 + signal.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of workers of the run")
@@ -49,10 +49,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--lease", type=Path, metavar="PATH", help="lease files PATH.1, ... on shared storage; a new PATH for each run"
     )
     parser.add_argument(
-        "--slack", type=int, default=0, metavar="N", help="with --lease: halves differing by up to N workers can get it"
+        "--slack", type=int, default=0, metavar="N", help="with --lease: it decides if halves differ by up to N workers"
     )
     parser.add_argument(
-        "--witness-fd", type=int, metavar="FD", help="with --lease: open JSON file with the witness's kind and nodes"
+        "--witness-fd", type=int, metavar="FD", help="with --lease: FD of a JSON file with the witness's kind and nodes"
     )
     parser.add_argument("--witnessed", action="store_true", help="with --lease: only other candidates have a witness")
     parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="replicas to keep if one is set aside")
@@ -112,7 +112,10 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def read_scope(descriptor: int | None) -> Scope | None:
-    """Return the witness's scope, read from ``descriptor``; None without one. Raises ``ValueError`` or ``OSError``."""
+    """Return the ``Scope`` in the JSON file ``descriptor``; None if ``descriptor`` is None.
+
+    Raises ``ValueError`` if the file is malformed, ``OSError`` if it cannot be read.
+    """
     if descriptor is None:
         return None
     with open(descriptor, encoding="utf-8") as file:

@@ -11,7 +11,8 @@ bound, presentation recorded -------> standby              (this candidate does 
                                  '--> otherwise: a launcher receives revoke and plan; a worker receives nothing yet,
                                       because its attach opens a rendezvous
 
-``TakeOver``: before a coordinator's first rendezvous, decides whether it takes over and which workers it waits for.
+``TakeOver``: decides, before a candidate's first rendezvous, whether it takes over the run, and which workers it must
+wait for.
 
     leads --> at the start of a run: nothing to wait for
         '---> in place of a lost coordinator: gathered, once all workers that the run counts on are attached or evicted
@@ -137,7 +138,7 @@ class Admission:
     def _present(self, session: int, message: Mapping[str, Any]) -> None:
         """Record a member's presentation, and send the first answer.
 
-        Until this coordinator has formed an epoch, the presentation may contain a newer epoch than is known here.
+        Until this coordinator has formed an epoch, a presentation may contain an epoch that it does not know.
         """
         presentation = presentation_from_wire(message)
         news = self._leadership.presented(presentation)
@@ -188,8 +189,8 @@ class TakeOver:
         """Evict workers that did not attach in time. Return whether all others that the run counts on have attached.
 
         The lost coordinator may have sent a commit to only one worker. The other workers of that worker's replica must
-        receive the commit with the revoke at the latest. Otherwise the worker that has it would begin operations
-        that the other workers do not take part in.
+        receive the commit no later than the revoke. Otherwise the worker that has the commit would begin collective
+        operations in which the other workers do not take part.
         """
         self._epochs.adopt(self._leadership.evidence)
         missing = self._leadership.not_come

@@ -14,11 +14,11 @@ The methods are in the order of a recovery, from the end of a worker's session t
       '-- a fresh candidate                                '---------------------> STOPPED
                                                         no quorum, no plan possible
 
-STANDBY     Passive: at the start, and as a standby candidate. Members attach and present the term and epoch that
-            they follow and the state that they hold (``Presentation``). When the attached members may take
-            over (``leadership``), the candidate leads under a new term.
+STANDBY     Passive: at the start, and as a standby candidate. Members attach and present the terms, epochs and
+            ended workers that they know (``Presentation``). When enough members have attached (``leadership``), the
+            candidate leads under a new term.
 GATHERING   Announces the new term (``lead``) and waits for the other members that may be running, because all must
-            present their state before any of them learns that the epoch is over. Skipped at the start of a run.
+            attach before any of them learns that the last epoch is over. Skipped at the start of a run.
 RENDEZVOUS  ``revoke(n)`` was sent; waits for ``join(n, status)`` of every worker that the run counts on. A change
             of membership, such as a newcomer, opens n+1. If a left-out worker may still be running somewhere
             (*contested*), the plan also waits for the quorum and for acknowledgements from the members' node agents.
@@ -200,7 +200,10 @@ class Coordinator:
             self.lateness.evict(self._awaited, now)
 
     def _acknowledged(self, session: int, silence: float, delivered: bool, now: float) -> None:
-        """Treat a host as unreachable if it acknowledged no data for the heartbeat timeout (answer to ``Probe``)."""
+        """Process the answer to ``Probe``.
+
+        A host that has acknowledged no data for the heartbeat timeout counts as unreachable.
+        """
         worker = self.roster.sessions.get(session)
         if isinstance(worker, NodeAgentStatus):
             if silence > self.settings.heartbeat_timeout:
@@ -254,7 +257,7 @@ class Coordinator:
             self.lateness.all_wait(self._awaited, now)
 
     def _excuse(self, pause: float, now: float) -> None:
-        """Ignore a pause of this process, in seconds, in all deadlines and in the silence of all members."""
+        """Exclude a pause of this process, in seconds, from all deadlines and from the silence of all members."""
         self._out.log("held_up", seconds=pause)
         self.roster.excuse(pause, now)
         self.rendezvous.excuse(pause)
@@ -331,7 +334,7 @@ class Coordinator:
         self._out.send(roster.sessions_of(apart), self.rendezvous.revoke_message(reason, apart=True))
 
     def _try_to_form(self, now: float) -> None:
-        """Fix the plan of the open rendezvous if all members have joined and may continue."""
+        """Form the epoch of the open rendezvous, and send its plan, if all members have joined and may continue."""
         may = not self.roster.required_aside and self.rendezvous.may_follow(self.lateness.unreached, now)
         self.rendezvous.hearing.may = may or not self.roster.with_fate(Fate.OUT)
         if not may or not self.rendezvous.all_joined:
@@ -408,7 +411,7 @@ class Coordinator:
                 if "peer" in message:
                     self._out.log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
                 changes.append(f"{worker.name} requested a new epoch: {message['reason']}")
-            # Workers repeat the message ``give_up`` when a rendezvous opens.
+            # In other states ``give_up`` is ignored, because workers repeat it when a rendezvous opens.
             case "give_up" if steady or self.state is State.RENDEZVOUS:
                 code, reason = message["code"], message["reason"]
                 self._out.log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)

@@ -23,12 +23,13 @@ A stall that many replicas share (``Stall``):
                    v  |
                  STALLED --stall timeout--> all late workers are evicted
 
-If the eviction would cost more than one replica and *more than half* of the replicas, the cause is a shared resource
-that has stopped, such as a disk or a switch. The workers continue when that resource returns, so the run waits.
+If the eviction of all late workers would cost more than one replica and *more than half* of the replicas, these workers
+probably wait for a shared resource, such as a disk or a switch. They continue when that resource returns, so the run
+waits for them.
 
-The workers do not become late at the same moment. So workers that have used up half of their time, or were evicted
-within the last hang timeout, count in addition to the late workers. A stall is not reported while it depends on these
-additional workers.
+The workers do not become late at the same moment. So workers count in addition to the late workers if they have used up
+half of the time after which they would be late, or if they were evicted within the last hang timeout. A stall is not
+reported while it depends on these additional workers.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class WorkerProgress:
         """Record a checked message ``heartbeat``.
 
         ``may_wait``: True if the worker's marks decide whether it is waiting; False after it has reported its step or
-        joined a rendezvous, because it is waiting then in any case.
+        joined a rendezvous, because it is then waiting whatever its marks say.
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")
@@ -147,8 +148,8 @@ def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashabl
     """Return the workers that wait in a different operation than most replicas. All workers must be waiting.
 
     The workers of one replica may wait in different operations, but usually all replicas wait in the same set of
-    operations. If two sets are equally frequent, the set whose operations come first in a step counts as usual. Return
-    no workers if more than half of the replicas differ from the usual set.
+    operations, the *usual* set. If two sets are equally frequent, the usual set is the one whose operations come first
+    in a step. Return no workers if more than half of the replicas differ from the usual set.
     """
     waits: dict[Hashable, dict[tuple[int, int, str], WorkerId]] = {}
     for p in group:
@@ -226,7 +227,7 @@ class Answer:
 
 
 class Stall:
-    """State machine that decides whether late workers are evicted or the run waits for them, as drawn above."""
+    """State machine that decides whether late workers are evicted or the run waits for them (see the module)."""
 
     def __init__(self, settings: Settings) -> None:
         self.since: float | None = None
@@ -256,7 +257,7 @@ class Stall:
         return max(0.0, since + self._settings.stall_timeout - now)
 
     def ends_in(self, now: float) -> float | None:
-        """Return the seconds until the run stops waiting for any stalled worker; None: unlimited."""
+        """Return the seconds after which the run waits for no stalled worker any more; None: the wait is unlimited."""
         left = self.left(now) if self.until is None else max(self.left(now), self.until - now)
         return left if math.isfinite(left) else None
 
@@ -286,9 +287,10 @@ class Stall:
     ) -> Answer:
         """Return the decision about late workers.
 
-        ``late``: worker that would be evicted -> reason. ``suspected``: workers that have used up half of their time.
-        ``allowed``: worker -> reason, for workers that have used up their time but wait for storage: they are reported,
-        but not evicted. ``replica_of``: worker -> replica, for complete replicas and workers evicted ``lately``.
+        ``late``: worker that would be evicted -> reason. ``suspected``: workers that have used up half of the time
+        after which they are late. ``allowed``: worker -> reason, for workers that have used up this time, but wait for
+        storage: they are reported, but not evicted. ``replica_of``: worker -> replica, for complete replicas and
+        workers evicted ``lately``.
         """
         hang = self._settings.hang_timeout
         self.lately = {worker: at for worker, at in self.lately.items() if now - at <= hang}
@@ -301,7 +303,7 @@ class Stall:
         if shared and self.since is not None and self.left(now) <= 0:
             shared, evict, self.reported, self._shared_since = False, frozenset(late), False, None
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
-            # Workers that shared the stall, or waited for a peer's storage, come back shortly after the first workers.
+            # The first stalled workers are back, and others will probably follow. So late workers get more time.
             self.fresh = now if self.reported else now - hang / 2
         elif not shared:
             evict = frozenset(late)

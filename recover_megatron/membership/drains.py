@@ -8,8 +8,8 @@
         '-----------'--the members need the node--> REFUSED and forgotten: it may be requested again
 
 Only members know which state they hold, so the members decide, all in the same way (``workload.domains``), and remember
-the accepted drains. Their statuses list these drains, so the next coordinator knows them. If the coordinator is lost
-before the members have answered a request, the request is lost, too: the observer notices that, and repeats it.
+the accepted drains. Their statuses list these drains, so the next coordinator knows them. A request that the
+members have not answered is lost if the coordinator is lost. The observer notices that, and repeats the request.
 
 A worker's node is the name in its status, or its launcher's name. No name is used twice in a run (a launcher that joins
 has a new one), so a drained node stays drained: none of its workers is admitted again. A new coordinator that does not
@@ -79,7 +79,7 @@ class Drains:
         """Return the nodes, in order of request, whose drain the joined ``members`` must decide in the new epoch.
 
         An accepted drain that no member's status lists any more is also decided again. In that case the members have
-        refused it later, but their answer was lost, as an epoch was being formed, or the answering worker died.
+        refused it later, but their answer was lost, because an epoch was being formed or the answering worker died.
         """
         statuses = {number: self._roster.workers[number].status for number in members}
         forgotten = self._accepted - draining_of({"statuses": statuses}) - {*self._asked}
@@ -176,7 +176,7 @@ class Drains:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)
 
     def _live(self, node: str) -> Workers:
-        """Return the node's live and set-aside workers. A set-aside worker must come back to leave, or is evicted."""
+        """Return the node's live and set-aside workers. A set-aside worker must come back before it can leave."""
         return self._workers_of(node) & (self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE))
 
 

@@ -1,6 +1,6 @@
 """End of a run because no worker is left or an exception stops all replicas, and the messages that report why.
 
-A fault in the work itself (a microbatch whose gradient is NaN, a bug that iteration 7 triggers) ends every worker that
+A fault in the work itself (a microbatch whose gradient is NaN, a bug that iteration 7 triggers) stops every worker that
 takes over the work, one replica after the other. The coordinator recognises such a fault by the exceptions that these
 workers report. Two workers *share* work if both have tried the same microbatch of one iteration. If they failed outside
 of microbatches, they share work if both failed in the same phase of one iteration.
@@ -77,7 +77,7 @@ class ExceptionReport:
         return frozenset(self.tried) or frozenset([self.phase])
 
     def repeats(self, earlier: ExceptionReport) -> bool:
-        """Return whether ``earlier`` is a report of another replica about the same error in the same work."""
+        """Return whether ``earlier`` is a report from another replica about the same error in the same work."""
         return bool(self.shared(earlier)) and alike(self.error) == alike(earlier.error)
 
 
@@ -148,7 +148,7 @@ class ExceptionReports:
         return cause
 
     def same_of_all(self, workers: Workers) -> str | None:
-        """Return the common cause if all ``workers`` and another replica failed with the same error; else None.
+        """Return the common cause if all ``workers`` and at least two replicas failed with the same error; else None.
 
         ``workers``: members of the last epoch, none of which is live. There are two cases. Either all workers failed in
         one iteration, perhaps in different microbatches, because no live worker could repeat a microbatch. Or one
@@ -158,7 +158,7 @@ class ExceptionReports:
         last = [self._reports[number] for number in workers if number in self._reports]
         newest = max((report.iteration for report in last), default=0)
         reports = [report for report in self._reports.values() if report.iteration == newest]
-        if len({report.group for report in reports}) < 2:  # the replicas may have failed one after the other
+        if len({report.group for report in reports}) < 2:  # the replicas may have failed in successive iterations
             recent = [report for report in self._reports.values() if report.iteration >= newest - 1]
             reports = [report for report in recent if not report.tried]
         if len(last) < len(workers) or not set(last) <= set(reports):
@@ -195,10 +195,11 @@ class Ending:
     ) -> None:
         """Send the stop message to all members and to ``observers`` (sessions).
 
-        If a worker stopped the run, this coordinator waits until ``patience`` for workers without a connection that the
-        open rendezvous needs (``absent``). If the run stops for another reason, it does not wait for them, because they
-        may continue under another coordinator. It also waits for launchers that have not attached yet or have just
-        lost their connection, because they need the exit code; but not if another coordinator may continue the run.
+        ``absent``: workers that the open rendezvous needs, and that have no connection. If a worker stopped the run,
+        this coordinator waits for them until the time ``patience``. If the run stops for another reason, it does not
+        wait for them, because they may continue under another coordinator. Unless another coordinator may continue the
+        run, it also waits for launchers that have not attached yet or have just lost their connection, because they
+        need the exit code.
         """
         roster, settings = self._roster, self._roster.settings
         code, reason = over.code, over.reason

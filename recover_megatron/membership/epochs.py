@@ -6,10 +6,10 @@
        |     a change of membership      |               a change of membership                       |
        '---------------------------------'------------------------------------------------------------'
 
-A commit needs the reports of all members with a part in the epoch, so it needs no log. If every survivor of an epoch
-presents ``done >= t``, iteration t counts as committed, since a late commit does no harm. If any survivor presents
-less, t was not committed. So a lost coordinator loses no decision, and a decision that a single worker has received
-is never reversed.
+A member has a *part* in the epoch unless it has reported itself idle. A commit needs the reports of all members with a
+part, so it needs no log. If every survivor of an epoch presents ``done >= t``, iteration t counts as committed, since a
+late commit does no harm. If any survivor presents less, t was not committed. So a lost coordinator loses no decision,
+and a decision that a single worker has received is never reversed.
 """
 
 from __future__ import annotations
@@ -158,13 +158,13 @@ class Epochs:
         """True if no member with a part in the last epoch is live, and at least one of these members left normally.
 
         False if another coordinator formed the epoch, because then this coordinator cannot know whether the workers
-        that left had a part.
+        that left had a part in the epoch.
         """
         fates = {self._roster.workers[member].fate for member in self.working} if self.own else set()
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
     def commit(self, reporters: Workers) -> bool:
-        """Commit the last iteration that all ``reporters`` (members with a part) reported.
+        """Commit the last iteration that all ``reporters`` (members with a part in the epoch) have reported done.
 
         Return False if that iteration was committed before.
         """
@@ -179,7 +179,7 @@ class Epochs:
         return new
 
     def is_ready(self, worker: Member) -> bool:
-        """Return whether the next commit need not wait for this member, because it has reported done or has no part."""
+        """Return whether the next commit does not wait for this member: it has reported done or is idle."""
         return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
     def all_wait(self, apart: Workers) -> Workers:
@@ -224,7 +224,7 @@ class RevokeConfirmations:
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:
         self.announced = True
-        """True once the message ``all_heard`` was sent, because all have confirmed; True before the first epoch."""
+        """True once ``all_heard`` was sent, because all workers have confirmed; True before the first epoch."""
         self.may = False
         """True if no worker is evicted, or the next epoch may be formed without the evicted workers."""
         self._roster = roster
@@ -233,7 +233,7 @@ class RevokeConfirmations:
         self._missing: set[WorkerId] = set()
 
     def begin(self) -> None:
-        """Start to wait when a rendezvous opens. Confirmations received since the last plan remain valid."""
+        """Start to wait for confirmations when a rendezvous opens. Those received since the last plan remain valid."""
         epoch, workers = self._epochs.formed.epoch, self._roster.workers
         if self._after < epoch:
             self._after, self.announced = epoch, False
@@ -271,14 +271,14 @@ class RevokeConfirmations:
 
 
 class Rendezvous:
-    """The rendezvous opened last: the members that it waits for, and whether its plan may be fixed."""
+    """The rendezvous opened last: the members that it waits for, and whether its epoch may be formed."""
 
     def __init__(self, roster: Roster, epochs: Epochs, leadership: Leadership) -> None:
         self.opened = Opened(0, frozenset(), 0)
         self.too_few = False
         """True if the rendezvous has too few members to continue the run, as far as the coordinator knows now."""
         self.is_open = False
-        """True from the opening of the rendezvous until its plan is fixed."""
+        """True from the opening of the rendezvous until its epoch is formed."""
         self.opened_at = 0.0
         self.patience = 0.0
         """Time until which the rendezvous waits for members without a connection."""
@@ -364,7 +364,7 @@ class Rendezvous:
         return self._joined == len(self.members)
 
     def may_follow(self, unreached: Container[int], now: float) -> bool:
-        """Evict members that did not attach in time. Return whether the plan may be fixed once all others have joined.
+        """Evict members that did not attach in time. Return whether the epoch may be formed once all have joined.
 
         ``unreached``: workers whose connections have ended; ``lateness`` decides about their eviction. Raises RunOver
         if the rendezvous can have no plan.
@@ -380,7 +380,7 @@ class Rendezvous:
         return not late and self._may_follow(now)
 
     def form(self, now: float, drain: tuple[str, ...]) -> None:
-        """Fix the plan of the rendezvous. ``drain``: see ``PlanRequest``. Raises RunOver if no plan is possible."""
+        """Form the epoch of the rendezvous. ``drain``: see ``PlanRequest``. Raises RunOver if no plan is possible."""
         self._epochs.form(self.opened, self.opened_at, now, drain)
         self.is_open = False
 
@@ -416,7 +416,7 @@ class Rendezvous:
         may = contest.permission is not Permission.TOO_FEW
         if may and not unheard:
             enough = contest.permission is Permission.ENOUGH
-            if not enough and (self.all_joined or not self.hearing.missing):  # then all members follow this term
+            if not enough and (self.all_joined or not self.hearing.missing):  # either way all members follow this term
                 enough = self._leadership.has_lease(self.opened, now)
             return enough
         evicted = [roster.workers[n] for n in roster.with_fate(Fate.OUT)]
@@ -430,7 +430,7 @@ class Rendezvous:
             raise RunOver(EXIT_LOST_MAJORITY, text)
         for worker in unheard if may else []:
             node_agent = roster.node_agents.get(worker.node_agent)
-            stopped = node_agent is not None and node_agent.session is not None  # the launcher's host answers probes
+            stopped = node_agent is not None and node_agent.session is not None  # if so, its host answers probes
             if now > self.patience + (roster.settings.heartbeat_timeout if stopped else 0.0):
                 roster.exclude(worker, "its launcher is not reached, and may vouch for it to another coordinator", now)
         return False
@@ -438,9 +438,9 @@ class Rendezvous:
     def _acknowledged(self, node: str, now: float) -> bool:
         """Return whether the launcher cannot attach to another coordinator without presenting this rendezvous.
 
-        That is certain if the launcher has acknowledged the rendezvous, or has ended. If the launcher's process is
-        stopped, its host must have received the revoke, and ``patience`` must be over, because all earlier messages of
-        the launcher have arrived then.
+        That is certain if the launcher has acknowledged the rendezvous, or has ended. It is also certain if the
+        launcher's process is stopped, its host has received the revoke, and the time ``patience`` is over, because by
+        then all messages that the launcher sent earlier have arrived.
         """
         node_agent = self._roster.node_agents.get(node)
         if node_agent is None:

@@ -14,7 +14,7 @@ from recover_megatron.membership.records import Json, Workers
 
 @dataclass(frozen=True)
 class Received:
-    """A checked message of a member or observer. A member's first message is ``attach`` or ``attach_node_agent``."""
+    """A checked message from a member or observer. A member's first message is ``attach`` or ``attach_node_agent``."""
 
     session: int
     message: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Acknowledged:
     session: int
     silence: float
     delivered: bool = False
-    """True if the other host's kernel has received all data sent to it, and all data from it was read here."""
+    """True if the other host's kernel has received all data sent to it, and no data from that host is unread."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Settle:
-    """End of a batch of events: the coordinator acts on the complete batch (100 simultaneous deaths: one new epoch)."""
+    """End of a batch of events. The coordinator acts on the events of a batch together: 100 deaths cause one epoch."""
 
 
 CoordinatorEvent = Received | Closed | Acknowledged | Verdict | Statement | Tick | Settle
@@ -219,7 +219,7 @@ class Say:
 class Abandon:
     """Give up the current connection and send the reason.
 
-    The socket stays open until the other side closes it, because the other side would take a close for a death.
+    The socket stays open until the other side closes it, because the other side would interpret a close as a death.
     """
 
     reason: str

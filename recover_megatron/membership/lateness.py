@@ -41,10 +41,10 @@ class Lateness:
     def ask_the_quiet(self, now: float, held_up: bool) -> None:
         """Send ``beat`` to quiet members, and ask the kernel whether the hosts of silent members acknowledge data.
 
-        The kernel is asked (``Probe``) because a process may not answer for long although it exists: a worker in a call
-        that holds the interpreter lock, or a launcher that is stopped for hours. If this process was ``held_up``, the
-        kernel is not asked, because this process has sent nothing for long. The longer a launcher is silent, the fewer
-        beats it receives, so that its receive buffer keeps room for important messages.
+        The kernel is asked (``Probe``) because a live process may not answer for a long time: a worker in a call that
+        holds the interpreter lock, or a launcher that is stopped for hours. The kernel is not asked if this process was
+        ``held_up`` (paused), because it has sent no data recently. The longer a launcher is silent, the fewer beats it
+        receives, so that its receive buffer keeps room for important messages.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
@@ -163,7 +163,7 @@ class Lateness:
     def _is_lost_node(self, away: set[WorkerId], replica_of: dict[WorkerId, Hashable], now: float) -> bool:
         """Return whether the workers ``away`` are on one silent node, and the other workers can continue without it.
 
-        The other workers can continue if a replica is complete without the node. If no replica is, the other workers
+        The other workers can continue if a replica is complete without the node. Otherwise, the other workers
         must be enough for one replica. They must also hold all positions, or all report that they could roll back.
         """
         nodes = {self._roster.workers[number].node_agent for number in away}
@@ -193,7 +193,7 @@ class Lateness:
         self._deaf = {
             number: (at, reason)
             for number, (at, reason) in self._deaf.items()
-            if now - at <= settings.heartbeat_interval  # drop old entries: hosts are probed more often
+            if now - at <= settings.heartbeat_interval  # older entries are out of date: each tick probes again
             and at > max(workers[number].heard, fresh)
             and workers[number].fate is Fate.LIVE
         }
@@ -292,7 +292,7 @@ class Witnessed:
     def hear(self, testimony: Statement, state: State, now: float) -> None:
         """Evict the silent workers on nodes that the witness reports off.
 
-        If a rendezvous is open, a new one replaces it: the statement counts only for a rendezvous opened later.
+        If a rendezvous is open, a new one replaces it, because the statement counts only for a rendezvous opened later.
         """
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):

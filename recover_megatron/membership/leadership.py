@@ -3,9 +3,9 @@
 ``gone``: workers known to have ended (their kernel closed the connection, or a node agent saw the process end) or to
 have left normally. Unreachable workers are not gone: they may be running on the other side of a partition.
 
-The rule for a coordinator that wants to fix the plan of a new epoch with the workers that it reaches:
+The rule for a coordinator that wants to form a new epoch of the workers that it reaches:
 
-* If only gone workers are missing, the coordinator may fix the plan, however few workers remain.
+* If only gone workers are missing, the coordinator may form the epoch, however few workers remain.
 * If this coordinator formed the last epoch, it needs at least half of that epoch's members that are not gone.
 * If a lost coordinator formed that epoch, this one needs more than half of these members, and more than half of every
   rendezvous that any member presents as opened after that epoch, since such a rendezvous may have been formed unseen.
@@ -24,10 +24,10 @@ that happened after A continued. Only a node agent could report such a death, an
 continues only after the node agents of its own members have acknowledged the new rendezvous. A node agent that later
 turns to B presents that rendezvous, so B needs a majority of it, too.
 
-*Newcomers* add members to an epoch and votes to its count, but never replace earlier members. Until a rendezvous counts
-on them, they are in no set of which a side needs a majority. Until they hold a plan, they do not know what was
-committed, and newcomers alone never continue. The argument above holds unchanged: a member of M that is in a later
-epoch has joined that epoch, so it presents it.
+*Newcomers* are added to an epoch's members, and count in its majority, but never replace earlier members. Until a
+rendezvous counts on them, they are in no set of which a side needs a majority. Until they hold a plan, they do not know
+what was committed, and newcomers alone never continue. The argument above holds unchanged, because a member of M that
+is in a later epoch has joined that epoch, so the member presents it.
 
 With the lease one side can never have *enough* while another side has a *claim*, whatever deaths each side knows: the
 first would need more than half of the epoch's members, and the second would miss no more than half. Later deaths on the
@@ -112,11 +112,11 @@ def permission(reached: Workers, bases: Iterable[Workers], gone: Workers, slack:
 
 
 def can_tell(reached: Workers, idle: Workers, missing: Workers, own: bool) -> bool:
-    """Return whether the last commit of the last epoch is known here, or no missing worker may be running.
+    """Return whether this coordinator knows the last commit of the last epoch, or no missing worker may be running.
 
-    The commit is known if this coordinator formed the epoch (``own``), or if a member with a part is in ``reached``:
-    such members have reported every iteration that may have been committed. ``idle``: members without a part, in an
-    epoch in which other members have one. ``missing``: unreached members that are not gone.
+    The commit is known if this coordinator formed the epoch (``own``), or if a member of ``reached`` has a part in the
+    epoch, because such a member has reported every iteration that may have been committed. ``idle``: members without a
+    part in the epoch, if other members have one. ``missing``: unreached members that are not gone.
     """
     return own or not missing or bool(reached - idle)
 
@@ -163,7 +163,7 @@ class Leadership:
         self._leapt = False  # True if the epoch number has leapt (``next_epoch``)
 
     def presented(self, presentation: Presentation) -> bool:
-        """Record a member's presentation. Return whether it contains a new epoch, death or orderly departure."""
+        """Record a member's presentation. Return whether it adds an epoch, or a worker that died or left normally."""
         evidence = self.evidence
         before = (evidence.formed, evidence.bases, evidence.dead, evidence.left)
         evidence.add(presentation)
@@ -215,17 +215,17 @@ class Leadership:
 
     @property
     def not_come(self) -> list[Member]:
-        """Live workers without a session on which the run counts, according to the members' presentations."""
+        """Live workers that have no session, and on which the run counts according to the members' presentations."""
         workers = (self._roster.workers[n] for n in sorted(self.evidence.target))
         return [w for w in workers if w.fate is Fate.LIVE and w.session is None]
 
     def gathers_until(self, worker: Member, now: float) -> float:
         """Return the time until which a new coordinator waits for a worker that it does not reach.
 
-        The wait is long if the worker's launcher vouches for it: the worker is running, but may not answer for a while.
+        The wait is long if the worker's launcher vouches for it, because a running worker may not answer for a while.
         The wait is short if all attached workers left the lost coordinator because of its silence, and their launchers
-        vouch for them: a running worker would have left it at the same time. In other cases the wait is a little more
-        than the heartbeat timeout.
+        vouch for them, because a running worker would have left it at the same time. In other cases the wait is a
+        little longer than the heartbeat timeout.
         """
         roster, settings = self._roster, self._roster.settings
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -252,7 +252,7 @@ class Leadership:
     # -- leave workers out --------------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """Return a number above the numbers of all epochs that are known here.
+        """Return a number above the numbers of all epochs that this coordinator knows.
 
         When a witness has reported nodes off, workers that knew newer epochs may be lost. Then the number leaps once,
         so that it is above the numbers of those epochs, too.

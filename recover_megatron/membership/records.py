@@ -93,7 +93,7 @@ class Settings:
 
     @classmethod
     def of(cls, flags: object, **others: Any) -> Settings:
-        """Return settings: values of ``others``, attributes of ``flags`` with a setting's name, or the defaults."""
+        """Return settings from ``others`` and the attributes of ``flags``, by name; the rest have their defaults."""
         names = [each.name for each in fields(cls) if hasattr(flags, each.name)]
         return cls(**{name: getattr(flags, name) for name in names}, **others)
 
@@ -111,7 +111,7 @@ NEW_COORDINATOR = "a new coordinator leads"
 
 @dataclass(frozen=True)
 class Formed:
-    """An epoch whose plan was fixed. Epoch 0 is the launch: all workers of the run, no plan."""
+    """An epoch whose plan was decided. Epoch 0 is the launch: it has all workers of the run, and no plan."""
 
     epoch: int
     members: Workers
@@ -129,7 +129,7 @@ class Formed:
 
 
 class Opened(Formed):
-    """A rendezvous that was opened, whether or not its plan was fixed; ``members``: the workers that it waits for."""
+    """A rendezvous that was opened, even if its epoch was not formed; ``members``: the workers that it waits for."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Evidence:
 
     @property
     def unfinished(self) -> list[Opened]:
-        """Rendezvous newer than the last epoch known to be formed. Each may have got a plan that is not known here."""
+        """Rendezvous newer than the last epoch known to be formed. Each may have an unknown plan."""
         return [self.opened[key] for key in sorted(self.opened) if self.opened[key].epoch > self.formed.epoch]
 
     @property

@@ -51,7 +51,7 @@ class Member:
     """Node that the worker's status names; before its first status, the name of its launcher."""
     heard: float = 0.0
     excused: float = 0.0
-    """Seconds since the worker's last message in which this coordinator did not run and so could not receive any."""
+    """Part of the worker's silence, in seconds, in which this coordinator did not run and so received nothing."""
     awaited_until: float = 0.0
     """Time until which a worker that abandoned this coordinator is awaited, because it may come back."""
     left_silence: bool = False
@@ -64,7 +64,7 @@ class Member:
     joined: int = 0
     """Number of the last rendezvous that the worker joined; 0: none."""
     heard_of: int = 0
-    """The last rendezvous whose revoke the worker has confirmed: it uses no result of an earlier epoch any more."""
+    """The last rendezvous whose revoke the worker has confirmed. The worker uses no result of an earlier epoch."""
     status: Json = None
     formed_epoch: int = 0
     """Number of the last epoch whose plan the worker had when it attached; 0: none."""
@@ -101,7 +101,7 @@ class NodeAgentStatus:
     """The last rendezvous whose revoke has reached the host of a launcher that is stopped. The launcher will read it
     before it abandons this coordinator."""
     silent: bool = False
-    """True if no message of the launcher has arrived for the heartbeat timeout."""
+    """True if no message from the launcher has arrived for the heartbeat timeout."""
     asked: float = 0.0
     """Seconds for which the launcher had been silent when this coordinator last asked for a sign of life; 0: never."""
     ended: bool = False
@@ -126,7 +126,7 @@ class Roster:
         self.fault_at: float | None = None
         """Time of the first fault since the last plan; None: no fault."""
         self.required_aside: Workers = frozenset()
-        """Set-aside workers that the next epoch must wait for, because no other worker with a part is left."""
+        """Set-aside workers that the next epoch must wait for, because no live worker has a part in the last epoch."""
         self.was_abandoned = False
         """True if a member has abandoned this coordinator and may follow another one."""
         self._unclear_ends: set[WorkerId] = set()
@@ -185,8 +185,8 @@ class Roster:
     def vouched(self, worker: Member, now: float) -> bool:
         """Return whether the worker's launcher is connected and not silent, so it would have reported the worker's end.
 
-        Also True while a launcher that abandoned this coordinator is awaited: it did so because the coordinator did not
-        run, which is no fault of the workers.
+        Also True while a launcher that abandoned this coordinator is awaited. The launcher did so because the
+        coordinator did not run, which is no fault of the workers.
         """
         node_agent = self.node_agent_of(worker)
         if node_agent is None or node_agent.session is None:
@@ -207,7 +207,7 @@ class Roster:
                 self.workers[number] = Member(number, WorkerProgress(number))
 
     def hear(self, peer: Member | NodeAgentStatus, now: float) -> None:
-        """Record that a message of this peer has arrived."""
+        """Record that a message from this peer has arrived."""
         peer.heard, peer.excused = now, 0.0
         if isinstance(peer, Member):
             peer.progress.heard = now
@@ -227,7 +227,7 @@ class Roster:
             node_agent.awaited_until += pause
 
     def pass_on(self, worker: Member, text: str) -> None:
-        """Log a worker's note, and forward it to the worker's launcher, which prints it."""
+        """Log a worker's note, and forward it to the worker's launcher, which writes it to workers.json."""
         self._out.log("note", worker=worker.number, host=worker.host, text=text)
         node_agent = self.node_agents.get(worker.node_agent)
         if node_agent is not None and node_agent.session is not None:
@@ -344,7 +344,7 @@ class Roster:
         self._out.log("back", worker=worker.number, host=worker.host, seconds=now - worker.aside_since)
 
     def set_aside_again(self, worker: Member) -> None:
-        """Set a returning worker aside again, since it lost its connection before it had a plan; it may ask again."""
+        """Set a returning worker aside again: it lost its connection before it had a plan. It may come back again."""
         self.changes.append(f"{worker.name} was back, and lost its connection")
         worker.fate, worker.new, worker.back = Fate.ASIDE, False, False
 

@@ -10,7 +10,7 @@
 An observer is no member: no worker waits for it, and it counts in no quorum. Its messages change only
 ``Observing.sessions``, except that ``drain`` also requests a drain (``drains``). The cost is bounded: an observer that
 asks again within ``PAUSE_SECONDS`` is refused, there are at most ``MAX_OBSERVERS`` (a new one replaces the one that was
-silent the longest), a view lists at most ``MAX_ROWS`` workers, and every text in a view is cut. So a view fits
+silent the longest), a view lists at most ``MAX_ROWS`` workers, and long texts in a view are cut. So a view fits
 ``wire.MAX_TO_MEMBER``, whatever the members have sent.
 """
 
@@ -44,7 +44,7 @@ _FAULTS = ("fault", "exception", "stuck", "give_up")
 
 
 class History:
-    """Data that only views need: reasons and times of ends, the last faults and recoveries, and the last commit.
+    """Data that only views need: when and why workers ended, the last faults and recoveries, and the last commit.
 
     It is built from the records of the event log. A coordinator that took over knows only events since its takeover.
     """
@@ -118,7 +118,7 @@ def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
 
 
 def _bounded(status: Json) -> dict[str, Json]:
-    """Return the fields of a status that a view shows, cut to size. Fields with a wrong type of value are left out."""
+    """Return the fields of a status that a view shows, cut to size. Fields with values of a wrong type are left out."""
     if not isinstance(status, dict):
         return {}
     numbers = {name: status[name] for name in _NUMBERS if type(status.get(name)) is int and abs(status[name]) < 1 << 53}

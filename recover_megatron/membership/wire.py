@@ -31,9 +31,9 @@ PROTOCOL_VERSION = 10
 MAX_HANDSHAKE = 4 << 10
 """Maximum bytes of one message before the other side has proved that it knows the secret."""
 MAX_TO_COORDINATOR = 16 << 20
-"""Maximum bytes of one message of a member: a status, or the last plan presented to a new coordinator."""
+"""Maximum bytes of one message from a member. The largest messages contain a status, or the last plan."""
 MAX_TO_MEMBER = 64 << 20
-"""Maximum bytes of one message to a member: a plan."""
+"""Maximum bytes of one message to a member. The largest messages contain a plan."""
 MAX_ERROR = 2000
 """Maximum characters of an error's type and message."""
 MAX_TRACEBACK = 16 << 10
@@ -284,7 +284,7 @@ class Decoder(connection.Decoder):
 SECRET_FILE = "secret"
 """Name of the file with the secret that a launch generated; the file is in the log folder of the launch."""
 MIN_SECRET = 16
-"""Minimum bytes of a secret: shorter secrets can be guessed offline from one recorded handshake."""
+"""Minimum bytes of a secret, because shorter secrets can be guessed offline from one recorded handshake."""
 
 
 class Secret:

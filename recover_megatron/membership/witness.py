@@ -1,9 +1,9 @@
-"""Witness outside of the launchers: it reports which nodes of the launch are off, so that no process runs there.
+"""Witness outside of the launchers: it reports which nodes of the launch are off. No process runs on such a node.
 
 A witness is the manager of the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It only reports nodes
 as off, which is final. If the witness does not reach a node, that proves nothing, because the witness may be cut off.
 The statements matter only if so few workers are reached that ``leadership`` does not let them ask for the lease. With
-the witness they may ask for it if *no other worker can be running*, by ``alone``:
+the witness they may ask for it if *no other worker can be running*. ``alone`` checks that:
 
 * every missing worker was started by a launcher of the launch (``JOINED_FROM``), and
 * each node of the launch is off, or is *here*: its launcher is reached, and all its workers are members, or gone.
@@ -20,7 +20,8 @@ newcomers only when the lease names its side.
 A death that a witness reports does not make a worker *gone* (``leadership``), unlike a death that a launcher has seen.
 Gone workers do not count on any side. A launcher that reports a death also presents the rendezvous that it knows; a
 witness presents nothing. If workers on nodes reported off counted as gone, two sides could continue. Example: three of
-five workers continue, lose two with a node, and continue with the last one; the other two would be two of three.
+five workers continue without the other two. Then two of the three are lost with a node, and the third continues. If the
+lost workers counted as gone for the other two, these would be a majority (two of three), and would continue as well.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Witness:
         self.off: frozenset[str] = frozenset()
         """Nodes that the witness has reported off."""
         self.took_over = False
-        """True if another coordinator led before this one. It may have left out workers that are not known here."""
+        """True if another coordinator led before this one. It may have left out workers that this one does not know."""
         self._roster = roster
         self._out = out
         self._off_at_opening: frozenset[str] = frozenset()  # nodes known to be off when the open rendezvous was opened
@@ -116,7 +117,7 @@ class Witness:
     # -- consequences -------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """Record the opening of a rendezvous, which launchers acknowledge later than all statements received so far."""
+        """Record that a rendezvous opens. Launchers acknowledge it after all statements received so far."""
         self._off_at_opening = self.off
 
     def leaves_alone(self, members: Workers, missing: Workers, epoch: int | None) -> bool:
@@ -145,7 +146,7 @@ class Witness:
     # -- newcomers of launchers that joined ---------------------------------------------------------------------------
 
     def lets_in(self, number: WorkerId, formed: Formed) -> bool:
-        """Return whether a worker may be in the next epoch. False for some newcomers of launchers that joined later.
+        """Return whether a worker may be in the next epoch. False for some newcomers on nodes that joined the run.
 
         Such a newcomer must wait while a left-out worker may be running and could get the lease, because that worker
         does not know the newcomer. After a takeover there may always be such a worker. ``formed``: the last epoch; its

@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=float,
         metavar="X",
         help="largest allowed relative difference from the reference's loss when the replicas change, and in the next "
-        f"{SOON - 1} iterations (in these {ROUGH} times X, if the model is bf16, fp16 or fp8); default: {TOLERANCE:g}",
+        f"{SOON - 1} iterations (in the latter {ROUGH} times X for bf16, fp16 or fp8); default: {TOLERANCE:g}",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="page (default: DIR/report.html); PNGs: same folder")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="page (default: DIR/report.html); PNGs go next to it")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the recoveries in the Chrome trace format, and no page"
     )

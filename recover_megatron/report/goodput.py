@@ -159,5 +159,5 @@ def in_words(found: Sequence[Account]) -> str:
     middle = found[len(found) // 2]
     return (
         f"Use of the {since(passed, passed)} since the start, as shares of the elapsed time: "
-        f"at the end {uses}; until the middle iteration work was {middle.shares['work']:.1%}"
+        f"at the end {uses}; up to the middle iteration, work was {middle.shares['work']:.1%}"
     )

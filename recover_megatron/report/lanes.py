@@ -7,7 +7,7 @@ Colours are CSS classes of the page, so that they follow the reader's light or d
 The Chrome trace, by ``trace``, is for ``recover-report --trace FILE``.  It has these lanes:
 
     training       the phases of each recovery, in sequence, as a worker reported them
-    coordinator n  faults and revokes as moments; each rendezvous, from its revoke to its plan
+    coordinator n  faults and revokes as instants; each rendezvous, from its revoke to its plan
     worker n       the worker's roles (``stretches``) in the last launch
 
 Times are from the clock of the host that wrote the event, so lanes are shifted if the hosts' clocks differ.
@@ -55,7 +55,7 @@ class Axis:
         return LEFT + (time - self.begin) * self.scale
 
     def picture(self, css: str, words: str, parts: Sequence[str], height: int, gap: int) -> str:
-        """Return an SVG of ``parts``, with labels of the time axis below them: round times since ``begin``.
+        """Return an SVG of the elements ``parts``, with labels of the time axis below: round times since ``begin``.
 
         ``css``: CSS class of the picture; ``words``: alternative text; ``height``: height of the parts; ``gap``:
         distance from the parts to the labels.

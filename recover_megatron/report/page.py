@@ -27,7 +27,7 @@ from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
 MOST = 30
-"""Largest number of checkpoints, and of losses of workers (those with the longest recoveries), that tables show."""
+"""Largest number of checkpoints, or of losses of workers, in a table.  Losses with long recoveries are preferred."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Table:
 
 
 def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) -> Table | None:
-    """Return a table of the microbatches that each replica counted in iterations with a loss of workers.
+    """Return a table of the microbatches that each replica counted when workers were lost; None if it has no rows.
 
-    The iterations before and after a loss are shown, too, so that the reader sees the microbatches that moved to
-    other replicas.  None if there are no such iterations.
+    The table covers the iteration in which workers were lost, the iteration before and the iteration after, so that
+    the reader sees which microbatches moved to other replicas.
     """
     known = {step.iteration: step for step in steps}
     losses = [r for r in recoveries if r.iteration is not None and r.lost_workers]
@@ -52,7 +52,7 @@ def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) ->
     with_loss = {r.iteration for r in losses if r.iteration is not None}
     wanted = sorted({near for n in with_loss for near in (n - 1, n, n + 1)} & known.keys())
     rows = [
-        [f"{n} (a loss)" if n in with_loss else str(n), str(replica), ids_in_runs(ids)]
+        [f"{n} (workers lost)" if n in with_loss else str(n), str(replica), ids_in_runs(ids)]
         for n in wanted
         for replica, ids in sorted(known[n].microbatches.items())
         if ids
@@ -147,7 +147,7 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
 def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
     """Return marks for the lanes: recoveries, rollbacks, snapshots in memory.  ``events``: events of the workers."""
     recoveries = [
-        Mark(r.time, f"iteration {_maybe(r.iteration)}: {'; '.join(r.causes) or 'a change'}; {_ms(r.total)}")
+        Mark(r.time, f"iteration {_maybe(r.iteration)}: {'; '.join(r.causes) or 'a new epoch'}; {_ms(r.total)}")
         for r in past.recoveries
         if r.epoch is not None
     ]
@@ -237,11 +237,11 @@ def _difference_tile(what: str, worst: Difference | None, iterations: int) -> tu
     if worst is None:
         return "not comparable", f"the reference has no {what} for the same iterations"
     if worst.relative == 0:
-        return "equal", f"{what}: all digits, {iterations:,} iterations compared with the reference"
+        return "equal", f"{what} equal in all digits; {iterations:,} iterations compared with the reference"
     return (
         f"{worst.relative:.2e}",
         f"largest relative difference of the {what}, in iteration {worst.iteration} "
-        f"({worst.run!r}, reference {worst.reference!r}); {iterations:,} compared",
+        f"({worst.run!r}, reference {worst.reference!r}); {iterations:,} iterations compared",
     )
 
 

@@ -120,7 +120,7 @@ def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def draw_recoveries(axes: Any, recoveries: Sequence[RecoveryRecord]) -> None:
-    """Draw a bar for each recovery, divided into phases, in milliseconds; only the longest `MAX_BARS` recoveries.
+    """Draw a bar for each recovery, divided into phases, in milliseconds; only the `MAX_BARS` longest recoveries.
 
     The phase ``detect`` is text next to the bar, since detection of a hang takes far longer than the other phases.
     """

@@ -77,7 +77,7 @@ def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
     """Describe the rollbacks, and the number of iterations that they discarded and that were run again."""
     lost = sum(rollback["lost"] for rollback in rollbacks)
     to = ", ".join(f"to {back['to']} from {back['tier']} ({repeated(back)})" for back in rollbacks)
-    kept = "; their first runs: steps.jsonl.1, ..." if lost else ""  # there is no old file if no iteration was lost
+    kept = "; their first runs are in steps.jsonl.1, ..." if lost else ""  # no old file exists if no iteration was lost
     return f"{to}; {lost} iteration{'s' * (lost != 1)} lost{kept}"
 
 
@@ -124,7 +124,7 @@ def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
     if not violations:
         return f"in every iteration each of 0..{run.microbatches - 1} was counted exactly once"
     wrong = failed(violations)
-    return f"NOT each {'counted exactly once' if wrong else 'shown'}: {in_short(wrong or violations)}"
+    return f"NOT {'each counted exactly once' if wrong else 'all shown'}: {in_short(wrong or violations)}"
 
 
 def failed(violations: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: the status of a running job, from its coordinator.
+"""Command ``recover-status``: the status of a running job, given by HOST:PORT[,HOST:PORT...] or by its log folder.
 
 Exit status: 0, also if the run has already ended; 1 if no coordinator answers; 2 for a wrong address or secret.
 With ``--check``, the exit status is a ``headline.Level``, as Nagios plugins use; with ``drain``, a ``DrainExit``.
@@ -44,7 +44,7 @@ class DrainExit(IntEnum):
     DRAINED = 0
     """The node may be switched off."""
     REFUSED = 3
-    """The drain was refused, and the node's workers stay; if NODE is a host, its other nodes may be drained."""
+    """The drain was refused, and the node's workers stay; if NODE is a host, some of its nodes may be drained now."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OtherVersion as error:
         return _refuse(str(error), EXIT_NOBODY, check=args.check)
     except NoAnswer as error:
-        hint = "the run is over (see its launcher's output and events-*.jsonl), has not started, or is elsewhere"
+        hint = "the run is over (see its launcher's output and events-*.jsonl), has not started, or has another address"
         more = "" if args.check else f"\nEither {hint}."
         return _refuse(f"no coordinator answers: {error}{more}", EXIT_NOBODY, check=args.check)
     except KeyboardInterrupt:

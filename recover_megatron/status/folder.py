@@ -1,6 +1,6 @@
 """Reader of a log folder: coordinator addresses, end and training progress of the last launch into the folder.
 
-``events-<n>.jsonl``  events of candidate n: first the address at which it listens; last, if it led, the run's end.
+``events-<n>.jsonl``  events of candidate n: the first has its address; the last has the run's end if the candidate led.
                       A file is ignored if its candidate joined only an earlier run in this folder.
 ``launch.lock``       how the launcher ended; needed if the launch ends before a candidate leads
 
@@ -89,7 +89,9 @@ def last_written(folder: Path) -> str:
 def may_go_on(folder: Path) -> bool:
     """Return whether the run may continue although a candidate has recorded an end.
 
-    It may continue if all recorded ends are of one side of a partition (exit code 11), and a candidate has none."""
+    It may continue if all recorded ends are of one side of a partition (exit code 11), and a candidate has not
+    recorded an end.
+    """
     ends = [next((r["code"] for r in launch if r["event"] == "stop"), None) for launch in _launches(folder)]
     return set(ends) == {None, EXIT_LOST_MAJORITY}
 

@@ -56,7 +56,7 @@ def headline(status: RunStatus) -> Headline:
         text = f"ENDED: {verdict}exit code {status.code}: {status.reason}"
         return Headline("ENDED", text, Level.CRITICAL if status.code else Level.OK)
     if (stall := status.stall) is not None:
-        what = f"waits for workers {some(stall.workers)}" if len(stall.workers) > 1 else "waits"
+        what = f"waits for workers {some(stall.workers)}" if len(stall.workers) > 1 else "waits for one worker"
         where = f", {stall.where[0]}" if len(stall.workers) == 1 and stall.where else ""
         return _stalled(f"for {span(stall.seconds)}: {what}{where}")
     if status.state in ("standby", "gathering", "rendezvous"):
@@ -124,7 +124,7 @@ def _stalled(text: str) -> Headline:
 
 
 def _between(status: RunStatus) -> Headline:
-    """Return the headline of a run that starts or recovers: since when, and for which workers it waits."""
+    """Return the headline of a run that starts or recovers: how long this has taken, and which workers it waits for."""
     word = "RECOVERING" if status.epoch else "STARTING"
     absent = [worker for worker in status.workers if worker.silence is None]
     come = f"{status.attached or 'none'} of {status.live} workers are connected"

@@ -25,7 +25,7 @@ BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 UNNAMED = "ended"
 """Cause that is reported for the loss of a worker if the real cause is unknown."""
 ASIDE = "aside"
-"""Cause of a recovery after workers were set aside, which live and may come back."""
+"""Cause of a recovery after workers were set aside; these workers are live and may come back."""
 NAMED_SECONDS = 10.0
 """Seconds to wait for the launcher's report of how a worker ended, after the worker's connection has failed."""
 
@@ -68,7 +68,7 @@ class RunCollector(Collector):
             self._recovered.append(cause)
 
     def _cause(self, at: float, lost: Sequence[int]) -> str | None:
-        """Return the cause of a recovery from the loss of the workers ``lost``; None if it is not known yet.
+        """Return the cause of the recovery that followed the loss of the workers ``lost``; None if not known yet.
 
         ``at``: monotonic time at which the loss was read from the events.
         """
@@ -103,7 +103,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     silences = [worker.silence for worker in [*status.placed, *status.spares] if worker.silence is not None]
     training = status.training
     running, launched = len(status.grid), status.replicas_of_launch
-    if launched is None and status.epoch and status.workers_of_launch is not None:  # the library's API
+    if launched is None and status.epoch and status.workers_of_launch is not None:  # the plans name no replicas
         left = sum(gone.fate == "left" for gone in status.gone)
         running, launched = status.live, status.workers_of_launch - left
     rows: list[tuple[str, str, float | None]] = [
@@ -143,7 +143,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
 
 
 def _by_cause(name: str, text: str, causes: Iterable[str], counted: Iterable[str]) -> Metric:
-    """Return a counter with a sample for every cause, also for 0: Prometheus counts no increase to a first sample."""
+    """Return a counter with a sample for each cause, even if 0: Prometheus sees no increase in a first sample."""
     counts = Counter(counted)
     family = CounterMetricFamily(name, text, labels=["cause"])
     for cause in causes:

@@ -59,7 +59,7 @@ class Replica:
     replica: int
     workers: Sequence[WorkerStatus]
     quota: int | None
-    """Microbatches per iteration, if the plan has them."""
+    """Number of microbatches per iteration; None if the plan has no quotas."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RecoveryStatus:
 
 @dataclass(frozen=True)
 class Stall:
-    """Wait of the run for late workers.  They are not evicted, since too many are late, or may wait for storage."""
+    """Wait of the run for late workers.  They are not evicted: too many are late, or their storage may be slow."""
 
     seconds: float
     """Seconds since the wait began."""
@@ -216,7 +216,7 @@ class RunStatus:
 
     @property
     def between(self) -> float | None:
-        """Seconds since the beginning of the start or recovery under way; None if none is under way, or if unknown."""
+        """Seconds since the present start or recovery began; None if it is unknown, or if none is under way."""
         if self.state not in ("standby", "gathering", "rendezvous"):
             return None
         if not self.epoch:
@@ -262,7 +262,7 @@ class RunStatus:
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
         """Return this status with data of the log folder; ``processes``: worker id -> entry of workers.json.
 
-        The returned ``iteration`` is the newer one of the log folder and the workers' last heartbeats.
+        The returned ``iteration`` is the newer of the iterations in the log folder and in the workers' last heartbeats.
         """
         started = [entry["started"] for entry in processes.values() if entry.get("started") is not None]
         return replace(

@@ -54,10 +54,10 @@ def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> 
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
         parts += [Text(f"  {where}", "yellow") for where in status.stall.where]
-        left = "the run waits for them without limit, since no worker waits for another worker"
+        left = "the run waits for them without limit, since no other worker waits for them"
         if status.stall.left is not None:
             writes = any(worker.phase in WRITES for worker in status.workers if worker.worker in status.stall.workers)
-            why = "an hour for a checkpoint" if writes else "--recover-stall-timeout"
+            why = "limit for a checkpoint: an hour" if writes else "--recover-stall-timeout"
             left = f"they are evicted if they do not come back within {span(status.stall.left)} ({why})"
         parts.append(Text(f"  {left}", "dim"))
     few = None if lines is None else 8

@@ -4,9 +4,10 @@ addresses                   the coordinator's view
 folder of a running job     the coordinator's view, and data about the training from the folder's files
 folder of an ended job      only the folder's files
 
-``Watch`` asks the candidate that has answered last.  If this candidate does not answer, does not lead (standby), or has
-stopped with code 11 (other candidates may continue), ``Watch`` asks the next candidate.  If no candidate leads, it
-returns the best of all answers; if none answers, it raises ``NoAnswer``.
+``Watch`` asks the candidate that gave the last answer.  If this candidate does not answer, does not lead (standby), or
+has stopped with code 11 (other candidates may continue), ``Watch`` asks the next candidate.  If no candidate leads,
+``Watch`` prefers the answer of a candidate that has not stopped, and then the answer with the most connected workers.
+If no candidate answers, it raises ``NoAnswer``.
 """
 
 from __future__ import annotations

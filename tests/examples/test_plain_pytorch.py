@@ -171,7 +171,7 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
             ".abs().mean()",
             "runs another program than worker [02]: the content of script train.py differs",
         ),
-        ("microbatches=16", "microbatches=32", r"worker [02]: microbatches 32 \(the run: 16\)"),
+        ("microbatches=16", "microbatches=32", r"worker [02] of the run: microbatches 32 \(the run: 16\)"),
     ],
     ids=["another loss", "more microbatches"],
 )

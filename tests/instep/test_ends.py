@@ -65,7 +65,7 @@ def test_who_waits_for_the_first_plan_when_another_one_dies_ends_with_10(
     struck = {"STRUCK_AT": "join", "STRUCK_RANKS": "1", "STRUCK_FOLDER": str(tmp_path)}
     run = forkserver.run(4, argv, tmp_path, environment=struck, timeout=120)
     assert run.codes == [EXIT_NO_REPLICA, -9, EXIT_NO_REPLICA, EXIT_NO_REPLICA], run.tail()
-    assert "worker 1 died before the training began, which needs all workers" in run.logs[0].read_text()
+    assert "worker 1 died before the training, which cannot begin without all workers" in run.logs[0].read_text()
 
 
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)

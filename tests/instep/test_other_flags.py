@@ -67,7 +67,7 @@ def test_a_launcher_that_joins_with_another_learning_rate_is_turned_away_and_the
     said = finished(joined, EXIT_REFUSED)
     (out / "told").write_text("turned away")
     finished(run)
-    assert "was started with other flags than the run's worker 0: --lr 0.001 0.123 (the run: 0.001)" in said
+    assert "was started with other flags than worker 0 of the run: --lr 0.001 0.123 (the run: 0.001)" in said
     assert "the run has refused all workers of this node" in said
     assert len(list((tmp_path / "joined").glob("worker-*.log"))) == 1, "nobody is started in its place"
     steps = list(read_steps(out / "steps.jsonl"))
@@ -80,6 +80,6 @@ def test_a_launcher_that_joins_with_another_learning_rate_is_turned_away_and_the
 def test_a_launch_whose_workers_have_different_flags_does_not_begin(runs: Runs) -> None:
     result = runs(Case(Layout("dp3", 3)).altered("instruments.other_flag", 1, "--lr", 0.1))
     assert result.ended.codes == [EXIT_REFUSED] * 3, result.told()
-    said = "was started with other flags than the run's worker 0: --lr 0.1 (the run: 0.3)"
+    said = "was started with other flags than worker 0 of the run: --lr 0.1 (the run: 0.3)"
     assert all(said in result.log(worker) for worker in range(3)), result.told()
     assert result.steps == []

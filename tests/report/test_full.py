@@ -138,7 +138,7 @@ def test_the_largest_difference_from_the_reference_is_stated(run: Path, tmp_path
     reference = write_steps(tmp_path / "reference", steps(deaths={}))
     code, page = report(run, "--reference", reference)
     assert code == 0
-    assert page.beside("equal") == "loss: all digits, 50 iterations compared with the reference"
+    assert page.beside("equal") == "loss equal in all digits; 50 iterations compared with the reference"
     noisy = write_run(tmp_path / "noisy", noise=3e-7)
     code, page = report(noisy, "--reference", reference)
     assert code == 0
@@ -248,7 +248,7 @@ def test_who_ran_what_around_a_loss_checkpoints_and_versions_are_told(run: Path)
     lines = [json.dumps(json.loads(start) | told), *more, json.dumps(saved)]
     path.write_text("".join(line + "\n" for line in lines))
     _, page = report(run)
-    assert ["20 (a loss)", "1", ids_in_runs(steps()[19].microbatches[1])] in page.rows
+    assert ["20 (workers lost)", "1", ids_in_runs(steps()[19].microbatches[1])] in page.rows
     assert [row[1] for row in page.rows if row[:1] == ["21"]] == ["0", "1", "3"]
     assert ["25", "2023-11-14 22:13:50 UTC", "/ckpt"] in page.rows
     assert ["command line", "--lr 1e-3 'a b'"] in page.rows

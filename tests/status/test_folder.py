@@ -405,7 +405,7 @@ WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=
         (seen(workers=WRITER), "HEALTHY 3/3 replicas", Level.OK),
         (
             replace(seen(), stall=Stall(30.0, 570.0, [3], ["worker 3 on h: no progress"])),
-            "STALLED for 30 s: waits, worker 3 on h: no progress",
+            "STALLED for 30 s: waits for one worker, worker 3 on h: no progress",
             Level.CRITICAL,
         ),
         (

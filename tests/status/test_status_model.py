@@ -293,7 +293,7 @@ def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -
     assert json.loads(json.dumps(status.to_json()))["stall"]["workers"] == [0, 1, 2]
     assert "without limit" in text(replace(status, stall=replace(status.stall, left=None)))
     held = [replace(worker, phase="checkpoint") for worker in status.unplaced]
-    assert "(an hour for a checkpoint)" in text(replace(status, unplaced=held))
+    assert "(limit for a checkpoint: an hour)" in text(replace(status, unplaced=held))
 
 
 class Answers:

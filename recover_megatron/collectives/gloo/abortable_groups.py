@@ -51,7 +51,7 @@ _creating = threading.Lock()
 CONNECT_SECONDS = 10.0
 """Time limit in seconds for gloo to connect after all members have published their addresses."""
 _DROP_SECONDS = 1.0
-"""Seconds that ``close`` waits for the destruction of aborted groups; then the destruction continues in a thread."""
+"""Seconds that ``close`` waits for the thread that destroys aborted groups; after that the thread may still run."""
 
 
 def _sockets() -> list[socket.socket]:
@@ -166,7 +166,10 @@ class GivenUp:
     """
 
     LOOKS = 30
-    """Number of polls per thread after which gloo will never close a connection; normally the first poll closes it."""
+    """Number of polls of each thread after which gloo never closes a connection that is still open.
+
+    Normally the first poll closes it.
+    """
 
     FIRST = 20
     """Number of calls of ``over`` before the first check, because gloo usually closes connections soon."""
@@ -327,7 +330,7 @@ class GlooGroups:
         cancel_token.on_cancel(self.abort)
 
     def _build(self, name: str, rank: int, size: int, device: Any, timeout: float) -> None:
-        """Create a group in a thread.  If gloo hangs, its timeout ends the thread; this worker does not wait for it."""
+        """Create a group in a thread.  It is not joined: if gloo hangs, the thread ends when gloo's timeout expires."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device]

@@ -2,7 +2,7 @@
 
     bind(inner)         each method of the outer group becomes the bound method of ``inner``, so calls have no extra
                         cost; with gloo, waits are interruptible (``AbortableWorks``)
-    renew(...)          replace the inner group by a new group of the workers that have these positions now
+    renew(...)          replace the inner group by a new group of the workers that now have the members' positions
     carried_by(other)   temporarily, ``other`` runs the collectives; point-to-point messages use the inner group
 
 Megatron keeps references to groups in layers, buckets, optimizers and communicators.  All of them refer to the outer
@@ -88,7 +88,7 @@ class AbortableWorks:
     def quiesce(self) -> None:
         """Wait until no abandoned collective writes to its tensors, but for at most one second.
 
-        Call this when gloo has closed the connections.  Until then a thread of gloo may still sum data that arrived
+        Call this when gloo has closed the connections.  Even then a thread of gloo may still sum data that arrived
         before the shutdown.  If a collective is not over after one second, gloo has missed the shutdown, and its thread
         waits for a message that never comes: it writes nothing.
         """
@@ -105,7 +105,7 @@ class AbortableWorks:
         self._receives.clear()
 
     def _forget_completed(self) -> None:
-        """Drop completed works.  Any thread may call this, also while other threads change the set, which is copied."""
+        """Drop completed works.  The set is copied first, because other threads may change it at the same time."""
         self._under_way -= {work for work in self._under_way.copy() if work.is_completed()}
 
     def _wait_in_thread(self, work: Any) -> bool:

@@ -127,7 +127,7 @@ class Communicator:
     # ---- use
 
     def launch(self, call: Callable[[Any], None], event: Callable[[], Any], *tensors: Any) -> Operation:
-        """Enqueue an operation: pass the handle to ``call``, which starts it; then record an event with ``event``.
+        """Enqueue an operation: pass the handle to ``call``, which enqueues it; then record an event with ``event``.
 
         Returns when NCCL has enqueued the operation on its stream; the device may run it later.  ``tensors``: tensors
         that the operation uses.  Raises ``EpochRevoked`` and ``PeerLost``.

@@ -43,7 +43,7 @@ class Library:
         return self.core.NCCLConfig(blocking=False)
 
     def unique_id(self) -> str:
-        """Return a new unique id of NCCL as hexadecimal text; all members of a communicator need it to open it."""
+        """Return a new unique id of NCCL as hexadecimal text; all members need it to open a communicator."""
         return bytes(self.core.get_unique_id()).hex()
 
     def read_unique_id(self, text: str) -> Any:

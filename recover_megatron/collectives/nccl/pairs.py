@@ -10,9 +10,9 @@
        |    check the digest, copy to the tensors            |
 
 The receiver requests a chunk only when its receive is in the stream of its device.  So the holder's send runs at once
-and does not block a hardware queue of the holder's device, which continues to compute (`collectives.device`).  A worker
-has at most one send and one receive in flight, whatever the number of pairs.  A send waits only for
-earlier sends, whose receivers already have their turn, so workers cannot wait for each other in a cycle.
+and does not block a hardware queue of the holder's device, which continues to compute (`collectives.device`).  In
+each direction the pairs of a worker take turns, so a worker has at most one send and one receive in flight.  A send
+waits only for earlier sends, whose receivers already have their turn, so workers cannot wait for each other in a cycle.
 
 When the TCP connection between the workers closes, or a message takes too long, this end cancels the pair's token and
 aborts its operation at once, without an agreement with the other end.  The abort may complete a message at the other
@@ -45,7 +45,10 @@ from recover_megatron.collectives.state.transport import digest
 OPENING_SECONDS, CONNECTING_SECONDS = 20.0, 10.0
 """Time limits in seconds: for ``open`` and the receiver's ``connect``, and for the holder's ``connect``."""
 SENDING_SECONDS, RECEIVING_SECONDS = 5.0, 15.0
-"""Time limits in seconds of a message, which takes some ms; a receive may also have to wait for a failing send."""
+"""Time limits in seconds to send and to receive a message, which takes some ms.
+
+A receive may also have to wait until an earlier send of the holder has failed.
+"""
 LOOK_MILLISECONDS = 50
 """Time in milliseconds between two checks of a pair's deadline."""
 ID_BYTES = 128

@@ -123,7 +123,7 @@ class Opening:
         if (kept := self._kept.pop(order["identity"], None)) is not None:
             kept.adopt(self.cancel_token)
         self.communicator = kept or self._init(**order)
-        for other in self._kept.values():  # if this column is unchanged, these are communicators of other columns
+        for other in self._kept.values():  # if one is reused, the others belong to other columns
             self.keeper.give(other) if kept else other.close_beside()
         self._kept = {}
         while not self.communicator.advance():

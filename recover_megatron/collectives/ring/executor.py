@@ -45,7 +45,10 @@ from recover_megatron.collectives.transport.interface import Arrival, Pending, T
 LOOKAHEAD = 1
 """Number of receives that are posted in addition to the receive that the thread is waiting for."""
 _MESSAGES = 32
-"""Maximum number of messages that a call of ``Ring.advance`` processes after the first; tasks begin between calls."""
+"""Maximum number of messages that a call of ``Ring.advance`` processes after the first.
+
+New tasks begin only at the start of a call.
+"""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
 
 Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -277,7 +280,7 @@ class Tuning:
     segment_bytes: int = 512 << 10
     """Maximum length of a segment in bytes."""
     least_bytes: int = 128 << 10
-    """Minimum length in bytes when segments are shortened to get ``depth`` blocks from a chunk."""
+    """Minimum length of a segment in bytes, if segments are shortened so that a chunk has ``depth`` of them."""
     depth: int = 2
     """Number of blocks of segments in flight at a time; see ``ring.schedule``."""
 

@@ -21,7 +21,7 @@ are sent in the order of their *wave*, k * stride + hop:
     block 2                              hop 0  hop 1  hop 2
 
 Every rank sends and receives in this order, so a message needs no address.  A send at hop h + 1 depends on the receive
-of the same segment at hop h.  Between the two there are messages of all other blocks in flight.
+of the same segment at hop h.  Between the two, the rank handles messages of the other blocks.
 
 In the reduce-scatter half, a member keeps a partial sum from its receive until its send.  A message is sent only if the
 receiver has room for it.  ``stride`` is so large that a member keeps at most ``most_partials`` partial sums at a time.
@@ -67,7 +67,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All messages of one rank in one collective: sends and receives, each in their order in time."""
+    """All messages of one rank in one collective: sends and receives, each in chronological order."""
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]

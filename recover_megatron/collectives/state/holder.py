@@ -50,7 +50,7 @@ MAX_TEXT = 256 << 20
 
 KIND = "state"
 CHUNK = 8 << 20
-"""Default size of a chunk in bytes; with chunks of 1 MiB, requests make a transfer 50 % slower."""
+"""Default size of a chunk in bytes; with chunks of 1 MiB, a transfer is 50 % slower because of the requests."""
 LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
 """Size in bytes of a chunk for transfers from GPU to GPU, and the maximum chunk size that a receiver accepts."""
 HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
@@ -63,7 +63,7 @@ Chunk = Sequence[tuple[int, int, int]]
 
 
 class Offer:
-    """State ``tree`` that other workers may fetch.  Its tensors are not copied: each request of a chunk reads them.
+    """State ``tree`` that other workers may fetch.  Its tensors are not copied: each request for a chunk reads them.
 
     ``shared``: number n; the first n tensors are equal on all holders of the state.  ``chunk``: size of a chunk in
     bytes; None: ``CHUNK``.

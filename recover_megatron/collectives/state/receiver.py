@@ -39,8 +39,8 @@ from recover_megatron.network.system import watch
 
 log = get_logger(__name__)
 
-STREAMS = 4
-"""Total number of connections to holders; with only one, computing checksums in its thread limits the speed."""
+STREAMS = 4  # with only one connection, the computation of checksums in its thread limits the speed
+"""Number of connections to holders, or one per holder if there are more; with pairs, the maximum number of pairs."""
 AHEAD = 2
 """Number of chunks that one connection requests before the first of these chunks has arrived."""
 
@@ -214,7 +214,7 @@ class Receiver:
     each tensor.  ``stay``: called repeatedly; an error that it raises aborts the receipt.  ``awaited``: called
     repeatedly while a holder has not offered the state; an error that it raises ends this wait.  ``progress``: called
     when chunks have arrived.  ``lost``: called repeatedly; returns the holders that are known to be dead.  The receiver
-    shuts the connections to them, because the kernel closes them only after it has freed the dead process's memory.
+    shuts the connections to dead holders, because the kernel closes them only after it has freed the process's memory.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Receiver:
         return tree, sum(tensor.nbytes for tensor in self._tensors)
 
     def _further(self, leader: int) -> list[Source]:
-        """Return the holder of each connection except the leader's first one; a holder may occur repeatedly."""
+        """Return the holder of each connection that must still be opened; a holder may occur repeatedly."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
         if lead[0].pairs is not None:  # no second pair to a holder: one pair saturates both devices and needs memory
@@ -345,7 +345,7 @@ class Receiver:
                 if not isinstance(error, PeerLost) or link.source.pairs is None or missing.over:
                     raise
                 log.warning(f"worker {link.worker}'s state cannot be transferred from device to device: {error}")
-            by_hosts = replace(link.source, pairs=None)  # not in ``except``, where the error's frames keep the pair
+            by_hosts = replace(link.source, pairs=None)  # not in ``except``: there the error keeps the pair alive
             with self._on_the_way():  # does not call ``awaited``, because this holder has offered its state already
                 link = _Link(by_hosts, lambda: self._wanted(missing), self._opened)
         return link

@@ -1,4 +1,4 @@
-"""Transport of a state's bytes between two workers: through host memory (``SocketTransport``).
+"""Transport of a state's bytes between two workers through host memory (``SocketTransport``).
 
     holder     send(parts)     -> checksum of the sent bytes        parts: pieces of tensors, contiguous, uint8
     receiver   receive(parts)  -> checksum of the received bytes

@@ -63,7 +63,7 @@ def unflatten(text: str, place: Place) -> tuple[Any, list[torch.Tensor]]:
 def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) -> Any:
     """Return the value at ``path`` of the tree; append its tensors to ``tensors``.
 
-    This is no nested function, because that would be a reference cycle that keeps the tensors alive.
+    This is no nested function, because a recursive nested function is a reference cycle that keeps the tensors alive.
     """
     if isinstance(value, list):
         return [_built(item, (*path, at), place, tensors) for at, item in enumerate(value)]

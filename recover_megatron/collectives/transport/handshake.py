@@ -2,7 +2,7 @@
 
     connecting (sender)                                  accepting (receiver)
         |  <------------------ nonce A (16) ---------------- |
-        |  -- nonce B (16), HMAC(secret, "send" A B ring) ->  |      wrong: closed; another candidate may try
+        |  -- nonce B (16), HMAC(secret, "send" A B ring) ->  |      if the HMAC is wrong: closed
         |  <------ HMAC(secret, "receive" A B ring) --------  |
 
 ``ring`` names the group, the epoch and both ranks, and is unique in the job.  So a connection of another epoch, column
@@ -129,8 +129,8 @@ class Handshake:
         """Do the handshakes with the successor, on ``out``, and the predecessor; return the predecessor's connection.
 
         ``out``: non-blocking socket on which ``connect`` was called.  ``out_ring``, ``in_ring``: names of the ring for
-        the two connections.  ``timeout``: seconds.  Raises ``EpochRevoked``, ``TimeoutError``, and ``PeerLost`` if the
-        successor is unreachable or refuses this member.
+        the two connections.  ``timeout``: time limit in seconds.  Raises ``EpochRevoked``, ``TimeoutError``, and
+        ``PeerLost`` if the successor is unreachable or refuses this member.
         """
         deadline = time.monotonic() + timeout
         outgoing: _Conversation | None = _Connecting(out, self._secret, out_ring)

@@ -10,8 +10,8 @@ reused in another.
 Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``quiesce``.  Any thread may call
 ``abort`` at any time.
 
-In a column without Megatron, GPU gradients are summed through host memory (``StagedTransport``); the copies run on a
-dedicated stream (``DeviceStream``).
+A ring sums GPU gradients through host memory (``StagedTransport``); the copies run on a dedicated stream
+(``DeviceStream``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class Transport(Order, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources.  When a neighbour exits after this, this member raises no error."""
+        """Release all resources.
+
+        If this member then exits, a neighbour raises an error only if it awaits a message from this member.
+        """
 
     def on_sent(self, callback: Callable[[], None]) -> None:
         """Set the function that ``wait`` calls whenever sends may have finished.

@@ -123,7 +123,8 @@ class TcpTransport(Transport):
 
         ``ring``: name of the ring, unique in the job; prefix of its keys in ``store``.  ``host``, ``slots``: as for
         ``RingListener``; ``slots`` must be equal on all members.  ``ring_listener``: listener with this ``host`` and
-        ``slots``, closed when both neighbours are connected; None: a new one is opened.  ``timeout``: seconds.
+        ``slots``, closed when both neighbours are connected; None: a new one is opened.  ``timeout``: time
+        limit in seconds.
 
         Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """

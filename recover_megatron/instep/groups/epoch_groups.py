@@ -102,11 +102,11 @@ class EpochGroups:
     _comm_config: CommunicationConfig
     _peer_stores: Mapping[Slot, str]
     all_heard: Callable[[], None] = lambda: None
-    """Function that waits until all live workers know that this epoch is over; for rings over NCCL
+    """Function that waits until all live workers know that this epoch is over; used for rings over NCCL
     (``CancelToken``)."""
     in_touch: Callable[[], None] = lambda: None
-    """Function that waits until the coordinator has answered within the last heartbeat timeout; for rings over NCCL
-    (``CancelToken``)."""
+    """Function that waits until the coordinator has answered within the last heartbeat timeout; used for rings
+    over NCCL (``CancelToken``)."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
@@ -130,8 +130,10 @@ class EpochGroups:
         return self._cancel_token.cancelled
 
     def end(self, reason: str | PeerLost) -> None:
-        """Make every present and later operation of this epoch fail; from any thread.  Later calls do not change
-        ``reason``."""
+        """Make every present and later operation of this epoch fail.  Later calls do not change ``reason``.
+
+        May be called from any thread.
+        """
         self._cancel_token.cancel(reason)
         if self._progress is not None:  # another thread that ends the epoch may not have reached this line yet
             self._progress.cancel_token.cancel(str(reason))
@@ -171,7 +173,7 @@ class EpochGroups:
             self._opening(tuple(members))
 
     def ring(self, members: Sequence[Slot]) -> Group:
-        """Return the gradient ring of ``members``, in this order; all members must call it.  Raises
+        """Return the gradient ring of ``members``, in this order; all members must call this.  Raises
         ``EpochRevoked``."""
         return self._opening(tuple(members)).result()
 
@@ -251,7 +253,7 @@ class EpochGroups:
     def any(self, value: bool, members: Sequence[Slot]) -> bool:
         """Return whether any member passes True as ``value``.  Raises ``EpochRevoked``.
 
-        ``members``: all slots with a worker, ascending.  All members must call it.
+        ``members``: all slots with a worker, ascending.  All members must call this method.
         """
         return self.most([float(value)], members)[0] > 0
 
@@ -291,9 +293,10 @@ class EpochGroups:
         """Return the tree that ``holders`` offer under ``name``, and the number of bytes of its tensors.
 
         ``by_devices``: send from device to device if gradients travel over NCCL; must be False if the holder waits in
-        ``Offer.wait``.  ``stay``: raises to stop the fetch; default: raises when the epoch ends.  A fetch that waits
-        for an offer always fails when the epoch ends.  ``lost``: returns the dead holders, for a fetch that continues
-        after the epoch.  Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
+        ``Offer.wait``.  ``stay``: function that raises to stop the fetch; the default raises when the epoch ends.
+        A fetch that waits for an offer always fails when the epoch ends.  ``lost``: function that returns the dead
+        holders, for a fetch that continues after the epoch.  Raises what ``stay`` raises, ``EpochRevoked``,
+        ``PeerLost``, ``Disagreement``.
         """
         key, addresses = self._key(name, giving=False), self._peer_stores
         config = self._comm_config
@@ -309,7 +312,7 @@ class EpochGroups:
 
     def close(self) -> None:
         """End the epoch on this worker, and close all groups; after the return no operation touches a bucket."""
-        self.end("closed")  # makes rings fail that are being opened
+        self.end("closed")  # rings that are still being opened then fail
         for opener in self._openers:
             opener.join()
         for ring in self._rings.values():

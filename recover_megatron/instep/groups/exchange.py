@@ -17,10 +17,11 @@ repeat it, each on its original input.  The lowest live member is the leader: it
 operation is over for them, and publishes the answer on its peer store (``Announcements``).
 
 If the leader cannot reach the peer store of a live member, the operation continues without this member.  A member that
-cannot reach the leader leaves: its replica loses its place, and is not formed again over that connection (`edges`).
+cannot reach the leader leaves, so its replica loses its place.  While the two workers
+cannot connect, no plan gives places to both (`edges`).
 
 Meanwhile the rendezvous stays open, since this worker joins it only when the operation is over.  This causes no cycle
-of waits: the operation waits only for workers for which its members would also wait without any death.
+of waits: the operation waits only for workers for which its members would wait even if no worker had died.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Exchange:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, label: str, workers: Sequence[Slot], members: Sequence[Slot], perform: Perform) -> None:
-        """Carry out an operation once, with all ``members`` (slots, in rank order) or, after a death, the live ones.
+        """Carry out an operation once, with all ``members`` (slots, in rank order) or, after a death, with the live
+        ones.
 
         ``label`` and ``workers`` (the slots of the launch) identify the group.  ``perform`` may be called more than
         once; the result is that of the last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
@@ -96,8 +98,8 @@ class Exchange:
     # ---- one operation
 
     def _next(self, group: str) -> str:
-        """Return the next operation's name, equal on all members: number of the last decision, and of the operation
-        since then."""
+        """Return the next operation's name, equal on all members: "D.N" for the N-th operation of ``group`` since
+        decision D has begun."""
         if self._at != self._progress.at:
             self._at = self._progress.at
             self._counts.clear()
@@ -112,7 +114,8 @@ class Exchange:
             backend.call(lambda on: on.barrier(dist.BarrierOptions()))
 
     def _resolve(self, group: str, operation: str, members: Sequence[Slot], performed: _Performed) -> None:
-        """Finish an operation that the end of the epoch has interrupted: ask whether it is over, else repeat it."""
+        """Finish an operation that the end of the epoch has interrupted: repeat it unless it is over for some
+        member."""
         assignment, orphan = self._assignment, self._orphan
         self._planner.ask()  # no effect if the epoch has ended
         tried = assignment.epoch_groups.number
@@ -133,7 +136,7 @@ class Exchange:
                 present = [Slot(int(slot)) for slot in found.split()[1:]]
                 if assignment.slot not in present:
                     raise PeerLost(
-                        "other workers continue without this worker, which some could not reach", unreachable=True
+                        "other workers continue without this worker, since some could not reach it", unreachable=True
                     )
                 try:
                     self._together(self._repeating(rendezvous), f"repeated {group}", present, performed)
@@ -234,7 +237,7 @@ class _Performed:
     def check(self, group: str) -> None:
         """Raise Disagreement unless this worker has the result, as all members must when the operation is over."""
         if not self._done:
-            raise Disagreement(f"an operation of {group} is over for others, but this worker did not take part in it")
+            raise Disagreement(f"other workers finished an operation of {group} in which this worker took no part")
 
 
 @dataclass(eq=False)
@@ -246,7 +249,7 @@ class _PeerStores:
     _clients: dict[Slot, PeerStoreClient] = field(default_factory=dict, init=False)
 
     def look(self, slot: Slot, key: str) -> str | None:
-        """Request the value of ``key`` from the peer store at ``slot``; None: not arrived yet.  Raises ``PeerLost``."""
+        """Request the value of ``key`` from the peer store at ``slot``; None: no answer yet.  Raises ``PeerLost``."""
         if slot not in self._clients:
             self._clients[slot] = PeerStoreClient(self._addresses[slot], self._secret)
         client = self._clients[slot]

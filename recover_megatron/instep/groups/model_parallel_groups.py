@@ -84,7 +84,7 @@ def end_process(reason: str) -> None:
     write_stderr("".join(traceback.format_stack(main)))
     log.info(
         f"this worker cannot leave the groups of its broken replica within {LEAVE_SECONDS:g} s ({reason}); it exits, "
-        "and its launcher starts a replacement if it may (--max-restarts)"
+        "and its launcher starts a replacement if --max-restarts permits it"
     )
     sys.stdout.flush()
     os._exit(EXIT_OWN_FAULT)
@@ -104,9 +104,9 @@ class Leaving:
     thread computes does not count towards ``LEAVE_SECONDS`` (`spare` limits this time).  Time is counted in checks
     instead of seconds, so that time in which the process was stopped does not count.
 
-    ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: waits until all workers know
-    that the epoch is over (``CancelToken``).  If this worker is out of the run, nothing is aborted, since its process
-    exits.  ``cuda``, ``where``, ``end`` and ``look`` (seconds between two checks): for tests.
+    ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: function that waits until all
+    workers know that the epoch is over (``CancelToken``).  If this worker is out of the run, nothing is aborted, since
+    its process exits.  ``cuda``, ``where``, ``end`` and ``look`` (seconds between two checks): for tests.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class ModelParallelGroups:
     """Groups inside one worker's replica: records them when they are created, ends them, and creates them again.
 
     ``ports``: ports of the rendezvous store and of coordinators; connections from or to these ports are never shut,
-    since the run still needs them.  ``device``: device of the groups over NCCL.  ``make_nccl``: creates a group over
-    NCCL.  ``leaving``: creates the ``Leaving`` thread.
+    since the run still needs them.  ``device``: device of the groups over NCCL.  ``make_nccl``: function that creates
+    a group over NCCL.  ``leaving``: function that creates the ``Leaving`` thread.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Connections recorded for a group, among which are some of another thread, which gloo does not close."""
+        """Recorded connections of groups and, among them, connections of another thread, which gloo does not close."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut down, and that gloo may not have closed yet."""
         self._gloo_done = True
@@ -228,7 +228,7 @@ class ModelParallelGroups:
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
         """Call ``create`` to create a group; record the group's connections, and return the group.
 
-        ``create``: returns the new group, or None if this is the default group.
+        ``create``: function that returns the new group, or None if the new group is the default group.
 
         Called at start-up, while other threads open no lasting connections except those from or to ``ports``.
         """
@@ -265,12 +265,12 @@ class ModelParallelGroups:
                 self._sockets.append(sock)
 
     def end(self, all_heard: Callable[[], None] = lambda: None) -> None:
-        """Make every operation of these groups fail, on this worker and, with gloo, on all other members; from any
-        thread.
+        """Make every operation of these groups fail, on this worker and, with gloo, on all other members.
 
-        ``all_heard``: waits until all workers know that the last epoch of the groups is over (``CancelToken``);
-        default: does not wait, for groups that no other worker uses.  The main thread must call ``left`` when it has
-        left all calls of the groups; if it stays in a call, this process exits.  A second call has no effect.
+        May be called from any thread.  ``all_heard``: function that waits until all workers know that the last epoch of
+        the groups is over (``CancelToken``); the default, for groups that no other worker uses, does not wait.  The
+        main thread must call ``left`` when it has left all calls of the groups; if it stays in a call, this process
+        exits.  A second call has no effect.
         """
         with self._lock:
             if self._ended:
@@ -280,7 +280,7 @@ class ModelParallelGroups:
             nccl, self._nccl = self._nccl, []
             cancel_token, gloo = self._cancel_token, self._gloo
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
-            # Shut the sockets before the token releases operations: afterwards no data may arrive in their tensors.
+            # Shut the sockets before the token releases the operations: released tensors must receive no more data.
             self._shut |= shut(sockets)
             shut(self._mixed)
             self._gloo_done = False
@@ -291,7 +291,8 @@ class ModelParallelGroups:
         leaving.begin()
 
     def left(self) -> None:
-        """Record that the main thread has left all calls of the groups that ``end`` has ended; called by this thread.
+        """Record that the main thread, which calls this method, has left all calls of the groups that ``end`` has
+        ended.
 
         Returns when no gloo thread writes to a tensor any more; terminates the process if gloo does not stop in time.
         """
@@ -366,7 +367,8 @@ class ModelParallelGroups:
     def _meet(
         self, groups: Sequence[SwappableGroup], prefix: str, cancel_token: CancelToken, store: dist.Store
     ) -> None:
-        """Wait until all workers of the replica are here, because a wait for them inside NCCL cannot be cancelled."""
+        """Wait until all workers of the replica call this method, since a wait for them inside NCCL cannot be
+        cancelled."""
         store.set(f"{prefix}/here/{groups[0].positions[groups[0].at]}", "1")
         for position in sorted({position for group in groups for position in group.positions}):
             await_key(store, f"{prefix}/here/{position}", cancel_token, MEET_SECONDS)
@@ -378,6 +380,6 @@ class ModelParallelGroups:
             if self._ended:
                 raise PeerLost("the replica broke while its groups were created")
             group = self._make_nccl(store, name, rank, size, device, options)
-            self._nccl.append(group)  # before ``connect``, which waits for other workers: ``end`` may have to abort it
+            self._nccl.append(group)  # ``end`` must be able to abort the group while ``connect`` waits
         connect(group, device)
         return group

@@ -33,8 +33,8 @@ class EpochGroup(dist.ProcessGroup):
 
     ``workers``: slots of the members at launch, in rank order.  ``original``: torch's group of the launch; None on a
     worker that was started later, which is never in ``Mode.STARTING``.  ``places``: ``workers``, and the slots of the
-    replicas that a growing run may add.  ``mates``: None, or (group that carries messages inside the replica, slots of
-    this group's members in rank order).
+    replicas that a growing run may add.  ``mates``: (group that carries messages inside the replica, slots of
+    that group's members in rank order); None if ``original`` carries these messages.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class EpochGroup(dist.ProcessGroup):
     # group.)  In every mode they are sent over ``mates`` or, if this is None, over torch's group of the launch.
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make messages over torch's group of the launch, if this uses gloo, fail when the token of ``guard`` is
+        """Make messages over torch's group of the launch, if that group uses gloo, fail when the token of ``guard`` is
         cancelled."""
         self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
 
@@ -312,7 +312,7 @@ def register(group: dist.ProcessGroup, original: dist.ProcessGroup) -> None:
 
 
 def register_new(group: dist.ProcessGroup, slots: tuple[Slot, ...], backend: str, *, default: bool = False) -> None:
-    """Register a group that has no original with torch.distributed."""
+    """Register with torch.distributed a group that has no original."""
     world = c10d._world
     world.pg_map[group] = (backend, None)
     world.pg_names[group] = f"{group.group_name} {len(world.pg_names)}"

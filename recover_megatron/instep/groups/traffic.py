@@ -1,8 +1,8 @@
 """Carries out operations on groups that span replicas; the state of the training (``Mode``) decides how.
 
 STARTING    before the first epoch: torch's own group carries out the operation
-ALONE       while a worker builds its model, or takes a place again: nothing is sent, the worker's own data is the
-            result
+ALONE       while a worker builds its model, or takes a place again: nothing is sent, and the worker's own data is
+            the result
 STEP        inside a training step, which sums the gradients over replicas itself: an operation that this sum replaces
             is not sent, and any other operation ends the run
 SECTION     inside a section: a group of the epoch carries out the operation; a revoke raises EpochRevoked
@@ -61,8 +61,9 @@ class Staged:
     Inputs of in-place operations are copied, because an interrupted operation may have overwritten a part of its input,
     and must be repeated.  GPU tensors are copied, too: they are small, and the operation needs them on the host.
 
-    ``away``: returns True for a tensor that must always be copied.  ``every_result``: True if every tensor that the
-    operation writes must be copied; then an operation that fewer workers repeat leaves no data of the first attempt.
+    ``away``: function that returns True for a tensor that must always be copied.  ``every_result``: True if every
+    tensor that the operation writes must be copied; then, if fewer workers repeat the operation, no data of the first
+    attempt remains.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class Staged:
     def _copied(self, value: Any, shared: Callable[[torch.Tensor], bool], written: bool) -> Any:
         """Return ``value``, an argument of the operation, with host copies in place of tensors that must be copied.
 
-        ``written``: True if the operation writes this argument.  ``shared``: returns True for a tensor that the
-        operation also reads.
+        ``written``: True if the operation writes this argument.  ``shared``: function that returns True for a
+        tensor that the operation also reads.
         """
         if isinstance(value, (list, tuple)):
             return [self._copied(item, shared, written) for item in value]
@@ -163,7 +164,8 @@ class Among:
     def to_root(self, options: Any, of_caller: int) -> Any:
         """Set the root in ``options``, for an operation whose result only the root gets; return ``options``.
 
-        ``of_caller``: the root's rank among the expected members.  If this member is lost, another member gets it.
+        ``of_caller``: the root's rank among the expected members.  If this member is lost, another member gets the
+        result.
         """
         slot = self.expected[of_caller]
         options.rootRank = self.present.index(slot) if slot in self.present else 0
@@ -250,9 +252,10 @@ class Traffic:
     slot: Slot
     mode: Mode = Mode.STARTING
     _known: Callable[[Caller], bool] = lambda caller: False
-    """Return whether a caller's operation inside a step is unnecessary, since the step sums the gradients itself."""
+    """Function that returns whether a caller's operation inside a step is unnecessary, since the step sums the
+    gradients."""
     _averages: Callable[[Caller], bool] = lambda caller: False
-    """Return whether a caller's operation averages a value of one microbatch over replicas.
+    """Function that returns whether a caller's operation averages a value of one microbatch over replicas.
 
     Such an operation is not sent, since replicas may run different numbers of microbatches.  The worker keeps its own
     value, and the mean over all microbatches is computed later.
@@ -307,8 +310,8 @@ class Traffic:
     ) -> None:
         """Carry out one operation in the way that ``mode`` requires.
 
-        ``alone``: computes the result as if this worker were the only member.  ``alike``: computes the result as if all
-        members had this worker's data.
+        ``alone``: function that computes the result as if this worker were the only member.  ``alike``: function that
+        computes the result as if all members had this worker's data.
         """
         self._in_turn(group)
         if alike is not None and self.mode in (Mode.STEP, Mode.DEFERRED) and self._averages(caller()):

@@ -81,7 +81,7 @@ class Assignment:
         self.position: int | None = None
         """The position for which this worker's model is built; None: no model yet."""
         self.taken_up: Decision | None = None
-        """The last plan with a place for this worker; None: it has not joined the first epoch yet."""
+        """The last plan with a place for this worker; None: the worker has not joined the first epoch yet."""
         self.committed_by_plan = 0
         """Number of the last decision that was committed when this worker's last epoch was formed."""
         self._epoch_groups: EpochGroups | None = None
@@ -103,12 +103,12 @@ class Assignment:
 
     @property
     def started(self) -> bool:
-        """True after the first epoch was joined; before that a death ends the run."""
+        """True after this worker has joined the first epoch; a death before that ends the run."""
         return self.taken_up is not None
 
     def present(self) -> tuple[EpochGroups | None, bool]:
-        """Return the groups of the present epoch, if any, and whether the first epoch was joined, read under one
-        lock."""
+        """Return the groups of the present epoch, if any, and whether this worker has joined the first epoch, both
+        read under one lock."""
         with self.lock:
             return self._epoch_groups, self.started
 
@@ -205,8 +205,10 @@ class Assignment:
     # ---- the microbatches
 
     def share(self, total: int) -> list[list[int]]:
-        """Return the microbatches of this worker's replica in a step of ``total``: a list of ids for each inner
-        rank."""
+        """Return the ids of the microbatches that this worker's replica runs in a step of ``total`` microbatches.
+
+        The result has one list for each inner rank.
+        """
         return self.shares.of(self.decision, self.replica, total)
 
     def show(self, total: int, goes_back: bool) -> None:
@@ -243,7 +245,7 @@ class Assignment:
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:
-        """Set the plan that ``pending`` returns: other workers have begun its step.  None: there is no such step."""
+        """Set the plan that ``pending`` returns; None if other workers have begun no step without this worker."""
         self._pending = decision
 
     def open_mirror_groups(self, decision: Decision) -> EpochGroups:

@@ -27,8 +27,8 @@ from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 AGAIN_SECONDS = 1.0
 """Seconds for which a worker that was unreachable before is probed again."""
 TRUSTED, MOST = 4, 10
-"""Numbers of repeated epochs (``Edges.tries``).  After ``TRUSTED`` repeated epochs a worker counts as unreachable if a
-connection to it failed, without a probe.  After ``MOST`` repeated epochs the run ends."""
+"""Numbers of repeated epochs (``Edges.tries``).  After ``TRUSTED`` repeated epochs a worker to which a connection
+failed counts as unreachable without a probe.  After ``MOST`` repeated epochs the run ends."""
 ALL = 256
 """Greatest size of a run in which a worker probes all other workers; in larger runs it probes only its column, its
 replica and the spares."""
@@ -48,7 +48,7 @@ class Edges:
     """Statuses with which the members joined the last epoch."""
     _unreached: set[int] = field(default_factory=set, init=False)
     _failed: set[int] = field(default_factory=set, init=False)
-    """Workers to which a connection broke during the present decision, without being closed by either side."""
+    """Workers to which a connection broke during the present decision, although neither side had closed it."""
     _suspects: set[int] = field(default_factory=set, init=False)
     """Workers to probe before the next epoch."""
     _at: int = field(default=0, init=False)
@@ -68,7 +68,8 @@ class Edges:
     def look(self, at: int, members: Callable[[], frozenset[int]]) -> tuple[int, ...]:
         """Probe suspected workers, and return the unreachable ones; call it before joining an epoch at decision ``at``.
 
-        ``members``: returns the present members of the run.  Takes little more than ``REACH_SECONDS`` at most.
+        ``members``: function that returns the present members of the run.  Takes little more than ``REACH_SECONDS`` at
+        most.
         """
         alike = at == self._at and self.tries > 0 and set(self._known) == set(members())
         tried = self._suspects | (self._needed() if alike else set())
@@ -111,7 +112,7 @@ class Edges:
 
 
 def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str]:
-    """Return log lines about pairs of workers that cannot connect, and about replicas without a place for this reason;
+    """Return log lines about pairs of workers that cannot connect, and about replicas that therefore have no place;
     [] if all workers can connect."""
     if not decision.broken:
         return []
@@ -156,7 +157,7 @@ def news(
 
 
 def why_out(decision: Decision, replica: int) -> str:
-    """Return why a complete replica has no place if broken edges are the reason; otherwise an empty string."""
+    """Return the reason why a complete replica has no place; empty unless broken edges are the reason."""
     pairs = ", ".join(f"{one}-{other}" for one, other in decision.left_out.get(replica, ())[:4])
     return f"its replica was left out: workers {pairs} cannot connect to each other" if pairs else ""
 

@@ -134,17 +134,17 @@ class Members:
         """Return the replicas that orphans form if no replica is complete, and the version of their state.
 
         The version is the newest that orphans hold in all positions.  While some workers are still leaving the
-        training, only the newest version of all is used.  Afterwards a version that is one iteration older may be used;
-        then the last step is run again.  Older versions are used only by a rollback (``held``).
+        training, only the newest version of any ready worker is used.  Afterwards a version that is one iteration older
+        may be used; then the last step is run again.  Older versions are used only by a rollback (``held``).
         """
         last = max((status.iteration for status in self.statuses.values()), default=0) - 1
         versions = [version for version in self._versions() if version >= last and not self.missed]
         return self._of_one(versions[:1] if self.on_their_way else versions)
 
     def held(self) -> tuple[Grid, int | None]:
-        """Return the replicas that workers set aside form, and the version of their state, which may be old.
+        """Return the replicas that can be formed of workers that were set aside, and the version of their state.
 
-        If no other state is left, all workers go back to this version.
+        The version may be old.  If no other state is left, all workers go back to this version.
         """
         late = replace(self, statuses={worker: status for worker, status in self.statuses.items() if status.aside})
         return late._of_one(late._versions())
@@ -160,9 +160,9 @@ class Members:
         return sorted((version for version in held if version is not None), reverse=True)
 
     def _of_one(self, versions: Sequence[int]) -> tuple[Grid, int | None]:
-        """Return the replicas of workers that hold the first of ``versions`` found in all positions, and this version.
+        """Find the first of ``versions`` that workers hold in all positions; return their replicas, and this version.
 
-        Without such a version, returns no replicas and None.
+        If there is no such version, returns no replicas and None.
         """
         candidates = {worker: one for worker, one in self.candidates().items() if one.ready}
         for version in versions:

@@ -57,7 +57,7 @@ class Orphan:
     at_launch: bool
     _spare: Spare | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)
-    """True if the training is over for this worker.  Then it ignores the end of an epoch."""
+    """True if the training is over for this worker.  Then the worker ignores the end of an epoch."""
 
     @property
     def orphaned(self) -> bool:
@@ -133,8 +133,7 @@ class Orphan:
     # ---- wait
 
     def wait(self, **offer: Any) -> Decision:
-        """Wait for a place in the main thread, outside the training; return the decision that gives this worker a
-        place.
+        """Wait until a plan gives this worker a place; return this plan.  Called by the main thread.
 
         ``offer``: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position=None`` if
         this worker can take no place.  Raises ``OtherPosition`` if it must build the model of another position,
@@ -183,7 +182,7 @@ class Orphan:
         elif not started:
             if self.at_launch and self._session.dead:
                 names = ", ".join(map(str, sorted(self._session.dead)))
-                log.info(f"worker {names} died before the training began, which needs all workers: {reason}")
+                log.info(f"worker {names} died before the training, which cannot begin without all workers: {reason}")
                 os._exit(EXIT_NO_REPLICA)
         elif lost := self._lost_mates():
             self.leave(f"worker {', '.join(map(str, lost))} of its replica is lost")

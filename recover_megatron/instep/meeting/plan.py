@@ -1,12 +1,13 @@
 """Computes an epoch's decision from the statuses of the members, with the same result on every worker.
 
-Every worker joins with a ``JoinStatus``; the coordinator sends all statuses, in one order, to all workers.  From them
-``decide`` computes which worker has which place, and which replica runs which microbatches of the step under way
+Every worker joins with a ``JoinStatus``; the coordinator sends all statuses, in the same order, to all workers.  From
+them ``decide`` computes which worker has which place, and which replica runs which microbatches of the step under way
 (``Decision``).
 
-While a replica is complete, spares get places only at a *boundary* before a step, where no replica is in the middle of
-a decision.  If ``regroup`` is True, all workers meet at the next boundary in another epoch, whose plan gives the spares
-places.  If no replica is complete, orphans that together hold one version of the state continue from that version.
+While any replica is complete, spares get places only at a *boundary* before a step, where no replica is in the middle
+of a decision.  If ``regroup`` is True, all workers meet at the next boundary in another epoch, whose plan gives the
+spares places.  If no replica is complete, orphans that together hold one version of the state continue from that
+version.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _facts(
 
 @dataclass(frozen=True)
 class _State:
-    """Grid of an epoch, and the state with which the epoch begins; most fields are those of ``Decision``.
+    """Grid of an epoch, and the state with which the epoch begins; for most fields see ``Decision``.
 
     ``placement``: replicas that can be formed now or at the next boundary.  ``in_memory``: newest complete snapshot.
     ``back_to``: rollback that is possible if the state is lost; None: no older state is left.
@@ -209,7 +210,7 @@ def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
         seen = max(seen, held + 2)  # the holders were late for iteration held + 1, which was committed
     back_to = timelines.target(statuses, in_memory, held, seen, beyond.committed)
     if beyond.aside and not grid:
-        enough, state_lost = max(1, enough), ""  # wait: workers set aside come back with a state, or are evicted
+        enough, state_lost = max(1, enough), ""  # wait until late workers return with a state, or are evicted
     elif state_lost and back_to is not None:
         state_lost = ""
         if back_to.source == HELD:
@@ -250,7 +251,7 @@ def _version(versions: set[int | None]) -> int | None:
 
 
 def _interval(statuses: Mapping[int, JoinStatus]) -> int:
-    """Return the largest snapshot interval that any worker reports, since some workers may not know the newest."""
+    """Return the largest snapshot interval that any worker reports, since some workers may report an old one."""
     return max((status.snapshot_interval for status in statuses.values()), default=0) or FIRST_INTERVAL
 
 
@@ -279,7 +280,7 @@ def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
 def _holders(
     members: Members, fresh: Sequence[int], grid: Mapping[int, tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], list[int]]:
-    """Return receiver -> holders of its state; the receivers to be repaired; and the workers of disputed columns.
+    """Return receiver -> holders of the state that it needs; receivers to be repaired; workers of disputed columns.
 
     Receivers are all workers of fresh replicas, and the workers to be repaired, whose state differs from the majority
     of their column.  The order of holders differs between receivers, to share the work.  A column without a majority is

@@ -48,7 +48,7 @@ from recover_megatron.workload.grid import Slot
 log = get_logger(__name__)
 
 REPLACED_SECONDS = 300.0
-"""Seconds for which live workers that are too few for a replica wait for replacements, before the run ends."""
+"""Seconds for which live workers wait for replacements if they are too few for a replica; then the run ends."""
 
 
 @dataclass(eq=False)
@@ -88,9 +88,9 @@ class Planner:
     _checkpoints: tuple[Checkpoint, ...] = field(default=(), init=False)
     """Checkpoints that the members of the last epoch knew."""
     _short_since: float | None = field(default=None, init=False)
-    """Time (``time.monotonic``) at which live workers became too few for a rollback; None: there are enough."""
+    """Time (``time.monotonic``) at which live workers became too few for a rollback; None: they are enough."""
     why: str = field(default="", init=False)
-    """Reason why the last epoch ended, from the coordinator."""
+    """Reason why the last epoch ended, as the coordinator reported it."""
     lost: Failure | None = field(default=None, init=False)
     """Workers found missing when this worker joined its last epoch; None: no worker was missing."""
 

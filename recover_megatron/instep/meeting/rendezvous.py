@@ -1,6 +1,6 @@
-"""Meetings of all workers, for a worker with a place: at the start, after a loss, and at a boundary.
+"""Meetings with all other workers, for a worker that has a place: at the start, after a loss, and at a boundary.
 
-leave, if its replica is broken -> the old epoch's groups are closed --> Planner.meet --> the worker takes its place
+leave if the replica is broken --> the old epoch's groups are closed --> Planner.meet --> the worker takes its place
                                                                              '--> no place for this worker: Orphaned
 
 Work that needs workers of all replicas is part of a *decision*: a training step (`step`), or a section (``Sections``),
@@ -57,10 +57,10 @@ class Rendezvous:
         self._join(self._planner.status())
 
     def committed_before_the_end(self, number: int) -> bool:
-        """Wait for the end of the epoch after ``EpochRevoked``; return whether decision ``number`` was committed before
-        this end.
+        """Return whether decision ``number`` was committed before the epoch ended; call it after ``EpochRevoked``.
 
-        All workers of the epoch get the same answer, since the coordinator sends its commits before it ends the epoch.
+        Waits until the epoch has ended.  All workers of the epoch get the same answer, since the coordinator sends its
+        commits before it ends the epoch.
         If the answer is True, this worker must not join a rendezvous now, because its model-parallel peers continue
         with operations inside the replica, which need this worker.  Raises as ``Orphan.stay`` does.
         """
@@ -92,12 +92,12 @@ class Rendezvous:
 
 @dataclass(eq=False)
 class Boundary:
-    """Boundaries before the steps of one worker; called by its main thread.
+    """Meetings of one worker at the boundaries before its steps; the main thread calls all methods.
 
     If a plan announces that spares will form replicas, all workers meet before the next step.  The plan of that meeting
     gives the spares places, and the step is their first decision.  ``verify_interval``: iterations between comparisons
     of states (0: no comparisons).  For a comparison all workers meet, and the plan finds workers whose state differs
-    from their column.
+    from the majority of their column.
     """
 
     _hooks: Hooks
@@ -222,8 +222,9 @@ class Sections:
                 if self._assignment.decision.at == number:
                     # The epoch was formed in the middle of this section.  If a worker reported in an earlier epoch that
                     # the section is done, this report still counts.  So the section could be committed while some
-                    # worker still runs it again and needs other workers: wait until all have run it again.  Once it is
-                    # committed, the result of this run counts, even if this worker has not reported it done.
+                    # worker still runs it again and needs other workers: wait until all workers have run it again.
+                    # Once the section is committed, the result of this run counts, even if this worker has not reported
+                    # it done.
                     with self._progress.waiting(kind):
                         self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
                 self._progress.agree(number)

@@ -1,4 +1,5 @@
-"""Spare: a live worker without a place.  A thread joins every epoch for the spare, so that no worker waits for it.
+"""Spare: a live worker without a place.  A thread joins every epoch for the spare, so that no worker waits for the
+spare.
 
     orphaned --> JOINING --plan--> IDLE --epoch revoked, or a new status to report--> JOINING ...
                     |
@@ -38,8 +39,8 @@ log = get_logger(__name__)
 LINGER_SECONDS = 10.0
 """Seconds for which a worker that is out of the run waits for its main thread before the process exits."""
 GRACE_SECONDS = 0.25
-"""Seconds for which a spare that joins an epoch waits for its main thread: if this thread arrives later, another epoch
-may be needed."""
+"""Seconds for which a spare waits for its main thread before it joins an epoch.  If the main thread arrives later,
+another epoch may be needed."""
 STUCK_SECONDS = 60.0
 """Seconds after which a main thread without a task counts as stuck if it has not called ``arrive``."""
 BUILD_SECONDS = 3600.0
@@ -54,13 +55,14 @@ class Mirror:
 
 
 Outcome = Decision | Mirror | OtherPosition | RunOver
-"""Result of a spare's wait: the decision that gives it a place, a task, or the reason why it must exit."""
+"""Result of a spare's wait: a task, the reason why the spare must exit, or the decision that gives it a place."""
 
 
 class Spare:
     """Thread that joins epochs for the spare ``me``.
 
-    ``status``: status of the spare until the main thread arrives.  ``leaving``: seconds until it must arrive.
+    ``status``: status of the spare until the main thread arrives.  ``leaving``: seconds until this thread must
+    arrive.
     """
 
     def __init__(
@@ -113,8 +115,8 @@ class Spare:
     def _with(self, fields: dict[str, Any]) -> JoinStatus:
         """Return the status with changed ``fields``.
 
-        ``iteration`` is changed only if it is newer and belongs to the present timeline.  It is newer if the main
-        thread has begun another iteration since the status was created.
+        ``iteration`` is replaced only by a newer iteration of the present timeline.  The main thread passes a newer one
+        if it has begun another iteration since the status was created.
         """
         status = replace(self._status, **{name: value for name, value in fields.items() if name != "iteration"})
         same = status.state_of == self._planner.timeline[0]

@@ -51,7 +51,7 @@ def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[
 
 
 def pending_rollback(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollback | None:
-    """Return the rollback to a held state with which the newest timeline began, if no worker has carried it out yet.
+    """Return the ``HELD`` rollback that began the newest timeline, if no worker has carried out this rollback yet.
 
     Returns None otherwise, or if ``version`` is not the iteration of that rollback.
     """

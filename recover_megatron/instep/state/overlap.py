@@ -5,11 +5,11 @@
                                      '-- the epoch ends --> FETCHING -----------------'
                                                             all missing parts, from any holder
 
-A forward pass is never interrupted, so a worker cannot meet other workers during the pass to gather again.  Instead it
-fetches missing parts from holders.  When all workers have agreed that the update is done, every holder of a unit (the
-owner of a shard and its shadows, see `shards`) has the unit's new parameters in its model.  They do not change before
-all live workers have agreed on the next step, for which every worker needs all parameters.  Until then a thread of any
-holder can send parts, whatever the holder's main thread does and whichever epoch the holder is in.
+A forward pass is never interrupted, so during the pass a worker cannot meet other workers to repeat a gather.  Instead
+it fetches missing parts from holders.  When all workers have agreed that the update is done, every holder of a unit
+(the owner of a shard and its shadows, see `shards`) has the unit's new parameters in its model.  These do not change
+before all live workers have agreed on the next step, for which every worker needs all parameters.  Until then a thread
+of any holder can send parts, whatever the holder's main thread does and whichever epoch the holder is in.
 
 All holders of a unit have the same bits, so any holder may answer.  (If the shadows are updated on another kind of
 processor, the bits differ.  Then parameters are gathered at the end of the step: ``trainer.Parameters``.)
@@ -53,8 +53,8 @@ RETRY_SECONDS = 0.02
 class Overlap:
     """Gathers the updated parameters of one worker's model.
 
-    ``parts``: (column, flat tensor) of each bucket; the forward pass needs the last bucket first.  ``lose``: called
-    with a unit whose parameters no worker has; must raise.
+    ``parts``: (column, flat tensor) of each bucket; the forward pass needs the last bucket first.  ``lose``:
+    function that is called with a unit whose parameters no worker has; it must raise.
     """
 
     def __init__(
@@ -121,8 +121,9 @@ class Overlap:
         """Start to gather the buckets over the ring in the background, in the order in which the forward pass needs
         them.
 
-        Call it when all workers have agreed on ``update``.  If this worker learnt that from the plan of a later epoch,
-        other workers may have begun the next step.  Then the ring is not used, and all buckets are fetched.
+        Call it when all workers have agreed on ``update``.  If this worker learnt of the agreement from the plan
+        of a later epoch, other workers may have begun the next step.  Then the ring is not used, and all buckets are
+        fetched.
         """
         recovery = self._recovery
         self._update = update
@@ -196,7 +197,8 @@ class Overlap:
             self._report(came, time.monotonic() - began)
 
     def _fetch_unit(self, column: Column, unit: int, wanted: Sequence[Part], came: dict[int, int]) -> None:
-        """Fetch the parts ``wanted`` of a unit; add to ``came`` (worker -> bytes received from it)."""
+        """Fetch the parts ``wanted`` of a unit; count the received bytes in ``came`` (worker -> bytes received from
+        it)."""
         if unit not in self._shards.held(column):
             for request in _requests(wanted, lambda number: self._parts[number][1].flat.element_size()):
                 worker, data = self._bring(request, unit, self._shards.layout(column).holders(unit))

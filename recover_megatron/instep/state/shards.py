@@ -1,6 +1,6 @@
 """Shards of the optimizer state: which worker of a column holds which shard, and transfers between workers.
 
-    launch --adopt--> every worker has its shard, none a second copy
+    launch --adopt--> every worker has its shard; no shard has a second copy
                          |
                          '--boundary: stale()--> exchange() --all have agreed--> take_up()     shards and shadows
                                  ^                                                  |
@@ -47,8 +47,7 @@ class Shards:
     _strides_for: Mapping[int, frozenset[str]] | None = field(default=None, init=False)
     _strides: dict[tuple[Column, int], int] = field(default_factory=dict, init=False)
     _gone: set[int] = field(default_factory=set, init=False)
-    """Workers of the layouts that have lost their place since the layouts were created: their shards may be out of
-    date."""
+    """Workers that are in the layouts, but have lost their place since: their shards may be out of date."""
 
     @property
     def columns(self) -> list[Column]:
@@ -68,7 +67,7 @@ class Shards:
         self.planned()
 
     def forget(self) -> None:
-        """Drop the layouts, because this worker has lost its place, so that its shards get out of date."""
+        """Drop the layouts: this worker has lost its place, so its shards will be out of date."""
         self._layouts.clear()
         self._gone.clear()
         self._cuts.clear()

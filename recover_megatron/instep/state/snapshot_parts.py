@@ -51,7 +51,7 @@ class Copy:
 
 
 def apart(tree: Any) -> Any:
-    """Return ``tree`` with copies of its scalar tensors, which an optimizer that loads the tree may keep."""
+    """Return ``tree`` with its scalar tensors copied, since an optimizer that loads the tree may keep these tensors."""
     text, tensors = flatten(tree)
     left = iter(tensors)
 

@@ -39,7 +39,7 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 FAILED = "failed"
-"""Key of the reason why a snapshot part could not be taken, in the tree that is offered instead of the part."""
+"""Key of an error text.  A worker that cannot take a snapshot part offers a tree with this key instead of the part."""
 LOOK_SECONDS = 0.05
 """Seconds between two calls of ``stay`` while ``finish`` waits for parts."""
 
@@ -302,7 +302,7 @@ class SnapshotStore:
 
         Returns (True if all parts have arrived, duration of the snapshot in seconds).
 
-        ``stay``: called every ``LOOK_SECONDS`` during the wait; raises to stop the wait.
+        ``stay``: function that is called every ``LOOK_SECONDS`` during the wait, and raises to stop the wait.
         """
         job = self._job
         if job is None or job.taking.epoch != epoch:

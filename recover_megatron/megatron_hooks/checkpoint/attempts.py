@@ -1,4 +1,4 @@
-"""Folders of checkpoints: each attempt is written into a separate folder, which is renamed when it is complete.
+"""Folders of checkpoints: each attempt to write a checkpoint has a separate folder, renamed when it is complete.
 
     SAVE/attempt_0000008_TERM_EPOCH_DECISION/...  --all parts written-->  SAVE/iter_0000008/...  --> the tracker file
 
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 _NAME = re.compile(r"attempt_(\d{7,})_([0-9a-f]+)_(\d+)_(\d+)(\.replaced)?")
 
 _NO_RENAMING = (errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EMFILE, errno.ENFILE)
-"""Errors of a file system that cannot rename a folder, or a folder with many files.  The files are copied instead."""
+"""Errors of file systems that cannot rename a folder, or cannot if it has many files.  The files are then copied."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Attempt to write a checkpoint, identified by iteration, the coordinator's term, epoch and decision."""
+    """Attempt to write a checkpoint, identified by iteration, coordinator's term, epoch and decision number."""
 
     iteration: int
     term: int

@@ -3,13 +3,15 @@
 Each worker has a writer process for asynchronous checkpoints.  In three cases Megatron would wait forever for this
 process:
 
-dead            The OOM killer has killed the writer, or a part could not be written and the writer has exited (Megatron
-                reports the error only if it wrote the part without a thread).  The waiting worker gets ``WriterDied``
+dead            The OOM killer or an exception has ended the writer.  The waiting worker gets ``WriterDied``.  In stock
+                Megatron the writer also exits if one of its threads cannot write a file (threads write all files of a
+                part except the last).  ``write`` catches this error and reports it
 stopped         A debugger or a SIGSTOP has stopped the writer or its manager process, which keeps the results until
                 the worker fetches them.  After the hang timeout the worker gets ``WriterStopped``
 without work    If a worker has nothing to write in a checkpoint, Megatron gives its writer no work, but waits for the
-                writer if that has written an earlier checkpoint.  This happens with --recover, because the set of
-                workers that write depends on the number of replicas.  The writer then gets a request to do nothing
+                writer if that has written an earlier checkpoint.  With --recover a worker may have nothing to write,
+                because the set of workers that write depends on the number of replicas.  The writer then gets a request
+                to do nothing
 
 The results of every checkpoint pass through the manager process.  A manager that is dead or has lost its socket file is
 replaced.
@@ -68,7 +70,7 @@ class Watch:
     def running(self, *processes: Any) -> bool:
         """Return False if the manager or one of ``processes`` is stopped.
 
-        Raises ``WriterStopped`` if it has been stopped for more than ``seconds``.
+        Raises ``WriterStopped`` if such a process has been stopped for more than ``seconds``.
         """
         now = time.monotonic()
         stopped = [each.pid for each in (*processes, manager()) if each is not None and is_stopped(each.pid)]
@@ -175,7 +177,7 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
             self.process = self._get_process(dist.get_rank())
         if not self.process.is_alive():
             raise _died(self.process)
-        # The original waits in join() of the class's queue, so an instance attribute shadows that queue in the call.
+        # The original waits in join() of the class's queue, so during the call an instance attribute hides that queue.
         self._persistent_preload_q = _Preloading(self._persistent_preload_q, self.process)
         try:
             original(self, async_req)
@@ -250,7 +252,7 @@ class _Preloading:
 
 
 def wait(caller: Any) -> None:
-    """Wait, without communication, until the writer process of ``caller`` has finished its first request or is dead.
+    """Wait, without communication, until the writer process of ``caller`` has finished its oldest request or is dead.
 
     ``caller``: Megatron's ``PersistentAsyncCaller``.
     """
@@ -276,9 +278,10 @@ class PartFailed(Exception):
 class Parts:
     """Exchange of the errors that workers meet when they write their parts of a checkpoint.
 
-    If a part cannot be written, Megatron reports to all workers only that some part is missing.  Only the planning
-    worker learns which worker failed, and no worker learns the error.  With ``share_failures`` all workers learn both.
-    If some workers have written their parts, the failed workers exit, and the others write the checkpoint again.
+    If a part cannot be written, Megatron reports to all workers only that some part is missing.  Only the rank
+    that plans the save learns which worker failed, and no worker learns the error.  With ``share_failures`` all workers
+    learn both.  If some workers have written their parts, the failed workers exit, and the others write the checkpoint
+    again.
     """
 
     def __init__(self) -> None:
@@ -345,8 +348,8 @@ def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
 def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
     """Run ``save``, and put its result or, if a write failed, the text of the first error into ``results``.
 
-    Megatron itself would report only the error's type, or the process would exit.  The writer process may
-    call this function.
+    Megatron itself would report only the error's type or, if a thread wrote the file, let the process exit.  The
+    writer process may call this function.
     """
     write_one, met = FileSystemWriterAsync.write_preloaded_data, list[str]()
 

@@ -71,7 +71,7 @@ class UnderWay:
     writers: list[int]
     """Ids of the workers that write the checkpoint."""
     source: str
-    """Source of the checkpoint's folder, ``save`` or ``non_persistent``, as in ``instep.decision.Checkpoint``."""
+    """Source of the checkpoint (``instep.decision.SOURCES``): ``save`` or ``non_persistent``."""
 
 
 class Checkpoints:
@@ -105,9 +105,9 @@ class Checkpoints:
         self._again: tuple[int, Callable[[], Any]] | None = None
         """(iteration of the last asynchronous save, function that saves it again); None before the first such save."""
         self._source = "save"
-        """Source of the folder in the present attempt: ``save`` or ``non_persistent``."""
+        """Source of the present or last attempt's checkpoint (``instep.decision.SOURCES``)."""
         self.complete: Sequence[Checkpoint] = ()
-        """The newest complete checkpoints of this run, as (iteration, source of the folder)."""
+        """The newest complete checkpoints of this run."""
         self.unreadable: set[int] = set()
         """Iterations of checkpoints that this worker could not load."""
         self._notifications: list[Callable[[], Any]] = []
@@ -285,8 +285,8 @@ class Checkpoints:
             attempt, folders, manager = self._attempt, self._folders, self._manager()
             if attempt is not None and manager is not None and attempt not in (o.attempt for o in self._under_way):
                 self._under_way.append(UnderWay(attempt, folders, manager.view.decision.workers, self._source))
-                # Megatron counts the calls and requires equal counts on all workers, but a worker that joined late, or
-                # whose attempt ended before this point, has counted fewer.  So the decision's number sets the count.
+                # Megatron counts asynchronous saves and requires equal counts on all workers, but a worker that joined
+                # late, or whose attempt ended earlier, has counted fewer.  So the decision's number sets the count.
                 _queue().call_idx = 2 * manager.view.number
             for at, function in enumerate(async_request.finalize_fns):
                 if manager is not None and getattr(function, "__name__", "") == "iter_finalize_fn":

@@ -7,7 +7,8 @@
     update     before it changes its state, each worker waits until the state is copied
     rollback   if the plan names a snapshot, each worker loads the snapshot of its position (`rejoin`)
 
-The plan assigns the copies (``Decision.copies``, by ``workload.snapshots``), so no further agreement is needed.
+The plan says which workers keep which copies (``Decision.copies``, computed by ``workload.snapshots``), so the workers
+need no further agreement.
 
 With a distributed optimizer each worker also sends, as a separate part, the pieces of the optimizer's state of which it
 is the first live holder (``pieces``).  In a rollback each worker needs its shard and its shadows in the present layout.

@@ -67,13 +67,13 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """Withdraw the offered state before it changes.  By then only workers that have left the epoch read it."""
+        """Withdraw the offered state before it changes.  Only workers that have left the epoch may still read it."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None
 
     def fetch_state(self, decision: Decision) -> int:
-        """Load the state with which ``decision`` begins, a holder's state or this worker's own.
+        """Load the state with which ``decision`` begins: a holder's state, or this worker's own state.
 
         Return the number of bytes received.  Raises one of ``INTERRUPTED`` if the transfer is interrupted; nothing is
         loaded then.  Raises ``Disagreement`` for a state of the wrong version.

@@ -111,7 +111,7 @@ class TrainingState:
         self._remember()
 
     def stepped(self, updated: bool) -> None:
-        """Record that the optimizer has made the step of the current iteration, or skipped it (not ``updated``)."""
+        """Record the end of the current iteration's step.  ``updated``: False if the optimizer has skipped the step."""
         self.version = with_skipped(get_args().curr_iteration + 1, to_skip())
         self._skipped = not updated
 
@@ -166,8 +166,8 @@ class TrainingState:
     def make_room(self) -> None:
         """Create the moments of an optimizer that has made no step, and write zeros to their memory.
 
-        A spare calls this method while it waits, because allocating memory takes longer than filling it when a state
-        arrives.  The zeros are not used.
+        A spare calls this method while it waits, so that it need not allocate memory when a state arrives: allocating
+        memory takes longer than filling it.  The zeros are not used.
         """
         for one in self._optimizers if self._sharded is None else ():
             make = getattr(one, "init_state_fn", None)
@@ -203,7 +203,7 @@ class TrainingState:
         return place
 
     def spare_room(self, before: Any) -> Place:
-        """Return memory for a transfer to a mirror, which may be interrupted: tensors of ``before``, or new tensors.
+        """Return memory for an interruptible transfer to a mirror: tensors of ``before``, or new tensors.
 
         Live tensors are never overwritten.  ``before``: the tree that was loaded last, or None.
         """
@@ -377,7 +377,7 @@ def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
 
 
 def _masters(one: Any, model: set[int]) -> list[torch.Tensor]:
-    """Return the tensors that the inner optimizer updates, except the model's parameters (addresses ``model``)."""
+    """Return the tensors that the inner optimizer updates, except model parameters (``model``: their addresses)."""
     every = (local(parameter.data) for parameter in _parameters(one))
     return [master for master in every if master.data_ptr() not in model]
 

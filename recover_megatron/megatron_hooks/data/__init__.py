@@ -1,1 +1,1 @@
-"""Reading of training data: a source of microbatches by number, and the processes that prefetch microbatches."""
+"""Reading of training data: microbatches are read by their number, and prefetched by child processes."""

@@ -260,7 +260,7 @@ def _source_of(iterator: Any) -> Source | None:
 
 
 def sources_of(iterators: Any) -> Sequence[Source]:
-    """Return the sources that Megatron's ``iterators`` wrap: one iterator, or a list with one per model chunk."""
+    """Return the sources inside ``iterators``, Megatron's iterator or a list with one iterator per model chunk."""
     several = iterators if isinstance(iterators, list) else [iterators]
     return [source for source in map(_source_of, several) if source is not None]
 

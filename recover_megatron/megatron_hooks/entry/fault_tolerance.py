@@ -11,8 +11,8 @@ run(call)   calls Megatron's pretrain().  The way in which pretrain() ends decid
     NoReplica, StateLost,           the run has ended; each of these errors has its own exit code
       CoordinatorLost, RunOver
     Fenced                          this worker was evicted: exit code 13
-    any other exception             a fault of this worker: the traceback goes to its log and to the coordinator.  After
-                                      a CUDA error, even of an orphan, the process exits within seconds
+    any other exception             a fault of this worker, which logs the traceback and sends it to the coordinator.
+                                      After a CUDA error, even of an orphan, the process exits within seconds
 
 A newcomer (a hot spare, a restarted or an added worker) begins as a spare without a model.
 """

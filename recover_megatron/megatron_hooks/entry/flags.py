@@ -142,7 +142,7 @@ def as_user_errors(call: Callable[[], Any]) -> Any:
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, FileNotFoundError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if "megatron" not in Path(last.filename).parts or traceback_wanted():
-            raise  # a bug of this package, or the user has requested the traceback
+            raise  # the error is not Megatron's, or the user has requested the traceback
         raise UserError(_refusal(error, last)) from None
 
 
@@ -329,7 +329,7 @@ def _unloadable(args: argparse.Namespace) -> list[str]:
 
 def _packages(args: argparse.Namespace) -> list[str]:
     """Refuse flags that need a Python package that is not installed; Megatron would import it only after the start."""
-    # package: (module, argument, values of the argument that need the package; empty: any value)
+    # package -> (module, argument, values of the argument that need the package, or () if any value does)
     wanted: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "emerging-optimizers": ("emerging_optimizers", "optimizer", EMERGING),
         "wandb": ("wandb", "wandb_project", ()),

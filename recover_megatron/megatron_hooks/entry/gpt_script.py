@@ -35,7 +35,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 SPIKE = 10
-"""Largest ratio of a loss to the largest earlier loss that is not a spike (--check-for-spiky-loss)."""
+"""A loss at least this many times the largest of the first 100 losses is a spike (--check-for-spiky-loss)."""
 
 FIELDS = (
     "tokens",
@@ -60,7 +60,7 @@ stimer = StragglerDetector()
 
 
 def _predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Return whether this worker has multi-token-prediction layers, which need a batch on every pipeline stage."""
+    """Return whether this worker has multi-token-prediction layers, so that even a middle stage needs the batch."""
     return _stage_predicts_further_tokens(mpu.get_pipeline_model_parallel_rank(), vp_stage)
 
 
@@ -130,7 +130,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
 
 
 def _packed_sequences(batch: Batch) -> PackedSeqParams | None:
-    """Return the sequence boundaries that attention needs for a packed batch; None for a plain batch."""
+    """Return the sequence borders that attention needs for a packed batch; None for a plain batch."""
     if batch["cu_seqlens"] is None:
         return None
     real = batch["cu_seqlens"].squeeze(0)

@@ -117,7 +117,7 @@ RULES = [
     yet("--use-transformer-engine-op-fuser and --fp8-recipe delayed", "fused layers store their scales differently",
          all_of(is_set("use_transformer_engine_op_fuser"), scales_by_history)),
     yet("--overlap-moe-expert-parallel-comm and --fp8-recipe delayed", "forward and backward passes then run "
-         "concurrently, for which the recording of the maxima is untested",
+         "concurrently, for which recording the maxima of FP8 tensors is untested",
          all_of(is_set("overlap_moe_expert_parallel_comm"), scales_by_history)),
     yet("--non-persistent-ckpt-type local", "NVRx considers a local checkpoint complete only if every rank has written "
          "its part, so a restart cannot use a checkpoint that lacks a lost worker's part; use --recover-memory-tier, "
@@ -227,7 +227,7 @@ def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, 
     if config.max_replicas < replicas:
         found.append(f"{flag}: this run starts with {replicas} replicas: raise the value, or remove the flag")
     if replicas < 2:
-        found.append(f"{flag} needs at least two replicas at the launch: a single replica has no sums that could grow")
+        found.append(f"{flag} needs at least two replicas at the launch: a single replica has no sums over replicas")
     micro, whole = getattr(args, "micro_batch_size", None), min(batches_to_come(args), default=None)
     least = _least(args) * lanes
     if micro and whole and whole // (micro * least) < config.max_replicas:
@@ -354,8 +354,8 @@ ADJUSTED = (
             "for a dead peer forever"),
     Adjusted("--defer-embedding-wgrad-compute", is_set("defer_embedding_wgrad_compute"),
             {"defer_embedding_wgrad_compute": False},
-            "with --overlap-grad-reduce Megatron computes the deferred gradients after their sum, and it cannot defer "
-            "them for a single microbatch, such as one that is run again after a death"),
+            "with --overlap-grad-reduce Megatron sums a bucket before it computes the deferred gradients, and it "
+            "cannot defer them for a single microbatch, such as one that is run again after a death"),
     Adjusted("--overlap-moe-expert-parallel-comm with --use-megatron-fsdp",
             all_of(is_set("overlap_moe_expert_parallel_comm"), is_set("use_megatron_fsdp"),
                    unless(all_of(is_set("untie_embeddings_and_output_weights"), unless(is_set("mtp_num_layers"))))),

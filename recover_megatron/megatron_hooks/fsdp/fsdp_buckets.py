@@ -1,7 +1,8 @@
 """Megatron-FSDP's gradients: Megatron sums inside each shard group, and ``instep.step`` sums over the shard groups.
 
     backward pass of a microbatch  --reduce-scatter inside the shard group-->  Megatron adds to this worker's shard
-    last microbatch of a pass      --Gradients.ready (stock: all-reduce, outer group)-->  the step sums the shard
+    last microbatch of a pass      --Gradients.ready-->  the step sums the shard (stock Megatron: all-reduce in the
+                                                         outer group)
     the step is committed          --finish_grad_sync-->  Megatron attaches the shards to the optimizer
 
 The workers of a column, which have the same position in every shard group, sum their shards.  This module does not
@@ -61,7 +62,7 @@ class FsdpBuckets:
         self._shards: list[torch.Tensor] = []
         self._padding: list[list[Span]] = []
         self._before: dict[int, torch.Tensor] = {}
-        """Number of a shard -> the shard's sum over earlier passes of this step; only for shards that were zeroed."""
+        """Number of a shard that was zeroed before this pass -> the shard's sum over the earlier passes of the step."""
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
         """(column, flat parameters) of each bucket, in the order of ``gradients``; empty if ``shadows`` is None."""
@@ -122,7 +123,7 @@ class FsdpBuckets:
         self._before.clear()
 
     def _inside_alone(self, pipeline: Any) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-        """Return a decorator for Megatron's reduction: sum only inside the shard group, and report complete shards."""
+        """Return a decorator that limits Megatron's reduction to the shard group, and marks complete shards ready."""
 
         def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
             def _bucket_group_gradient_reduce(
@@ -213,7 +214,7 @@ class FsdpBuckets2:
             shard[span.start : span.stop] = 0
 
     def _inside_alone(self, number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a decorator for Megatron's reduction: sum only inside the shard group, and report complete shards."""
+        """Return a decorator that limits Megatron's reduction to the shard group, and marks complete shards ready."""
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:

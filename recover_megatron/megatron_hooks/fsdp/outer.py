@@ -223,5 +223,5 @@ def _like(parameter: Any, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` without the moments: empty, or the number of updates if it is counted per parameter."""
+    """Return ``state`` without the moments.  Only the number of updates can remain, if it is counted per parameter."""
     return {name: value for name, value in state.items() if name not in MOMENTS}

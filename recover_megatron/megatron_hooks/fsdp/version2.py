@@ -76,7 +76,10 @@ def _not_the_last(context: Any) -> Iterator[None]:
 
 
 def _inside_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``get_grad_stats_parallel_group`` return the model-parallel group: norms are already summed over meshes."""
+    """Make ``get_grad_stats_parallel_group`` return the model-parallel group.
+
+    Megatron would otherwise sum the norms over the data-parallel ranks a second time (see the module's docstring).
+    """
 
     def get_grad_stats_parallel_group(self: Any) -> Any:
         return parallel_state.get_model_parallel_group()

@@ -107,7 +107,7 @@ class Buckets:
         return column, tensor.numel()
 
     def whole(self, optimizer: Any) -> Any:
-        """Return Megatron's data-parallel group, over all optimizer instances, of the parameters of ``optimizer``."""
+        """Return the data-parallel group, spanning all optimizer instances, for the parameters of ``optimizer``."""
         buffers = optimizer.buffers
         return self._whole[self.number(buffers[0].buckets[0])] if buffers else self._experts
 
@@ -147,7 +147,7 @@ class Buckets:
                 self._finish_group(group)
 
     def _finish_group(self, group: Any) -> None:
-        """Copy gradients of ``group`` from outside the buffer into it, run Megatron's checks, and scale the buckets."""
+        """Copy gradients that lie outside the buffer into the buffer, run Megatron's checks, and scale the buckets."""
         self._finished.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):
@@ -194,7 +194,7 @@ def install(known: Callable[[], Buckets | None]) -> None:
     def of_ours(act: Callable[..., None], *, gathers: bool = False) -> Wrapper:
         """Return a wrapper that calls ``act`` instead of the original method for bucket groups of the model.
 
-        ``gathers``: replace the method only with the distributed optimizer.
+        ``gathers``: True to replace the method only with the distributed optimizer.
         """
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:

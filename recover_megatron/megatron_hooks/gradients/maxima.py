@@ -73,7 +73,7 @@ class _Maxima:
     def read(self) -> torch.Tensor:
         """Return the rows of all microbatches, with zeros for a microbatch that this worker has not run.
 
-        The result is float64, flat (microbatch * width + number) and on the host.
+        The result is float64, flat (index: microbatch * width + index of the value) and on the host.
         """
         flat = torch.zeros(self._total, self._width, dtype=torch.float64)
         if self._rows:
@@ -93,9 +93,9 @@ class AttentionLogits(_Maxima):
     """Largest attention logits of one worker's layers, with one of ``LOGIT_FLAGS``.  ``args``: Megatron's arguments.
 
     Megatron keeps a maximum per head over a worker's microbatches, and reduces it over all workers in the update
-    (``clip_qk``).  With --recover a replica may be lost between the commit and the update, and its maxima would be
-    missing.  So the maxima are exchanged before the commit.  Maxima of an evaluation do not count; in stock Megatron
-    they count for the next step.
+    (``clip_qk``).  With --recover a replica may be lost between the commit and the update, and its maxima would
+    then be missing.  So the maxima are exchanged before the commit.  Maxima of an evaluation do not count; in stock
+    Megatron they count for the next step.
     """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
@@ -151,7 +151,7 @@ class AttentionLogits(_Maxima):
         largest = self._largest(whole)
         for attention, heads in (layer for chunk in self._chunks for layer in chunk):
             logits = largest[heads]
-            # None makes Megatron skip the layer, because no microbatch has passed it.
+            # If no microbatch has passed the layer, None makes Megatron skip the layer.
             attention.current_max_attn_logits = None if bool((logits == -torch.inf).all()) else logits.to("cuda")
 
 

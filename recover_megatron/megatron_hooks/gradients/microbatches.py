@@ -5,7 +5,7 @@ that the run has consumed before this iteration.  Its samples are:
 
     InOrder    --dataloader-type single: the samples first, first + 1, ...
     Shuffled   --dataloader-type cyclic: the samples that Megatron's shuffling sampler gives data-parallel rank
-               j % ranks, epoch after epoch
+               (first / size) % ranks, epoch after epoch
     ByNumber   --dataloader-type external: the samples that the user's loader returns for the number first / size
     InTurn     --full-validation: one sample for each rank in turn; after its last sample a rank begins again
 
@@ -43,7 +43,7 @@ class Accumulated:
     """Counts, for each dense parameter, the microbatches whose gradients were added to the buffer.
 
     The largest count of a model chunk is its number of microbatches, because at least one parameter gets a gradient
-    from every microbatch.  Others may not, such as a vision transformer's from a sample without an image.  Several
+    from every microbatch.  Others may get none, such as a vision transformer's from a sample without an image.  Several
     gradients of a parameter in one call of Megatron's backward pass count once, because modules with separate backward
     passes may share the parameter (--overlap-moe-expert-parallel-comm), or its layer may be used twice and recomputed.
     """
@@ -178,10 +178,10 @@ def mix(*numbers: int) -> int:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the functions that read skipped batches, save random states, or draw a router's bias once.
+    """Wrap the functions that read skipped batches, save random states, or draw a router's constant bias.
 
     Saved random states have no effect with --recover (see ``MicrobatchSeeds``).  But with --data-parallel-random-init a
-    later start reads one state for each replica of the launch, so the states of lost replicas are filled in.
+    later start reads one state for each data-parallel rank of the launch, so the states of lost ranks are filled in.
     """
     loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)

@@ -32,18 +32,19 @@ REMIND_SECONDS = 600.0
 
 
 class Console:
-    """Logs losses, returns and degraded operation, on the worker that prints Megatron's training log.
+    """Logs lost workers, returned replicas and degraded operation, on the worker that prints Megatron's training log.
 
-        planned, for a new plan      logs a returned replica, and a loss outside of a step; saves a loss in a step
+        planned, for a new plan      logs a returned replica, and a loss of workers outside of a step; saves a loss that
+                                     happened in a step
         step, after each step        logs the saved losses, with the time that they cost; every ten minutes logs that
                                      replicas are missing
 
-    Every worker with a place keeps this record, since the worker that prints may be lost.  Used by the main thread.
+    Every worker with a place saves the losses, since the worker that prints may be lost.  Used by the main thread.
     """
 
     def __init__(self) -> None:
         self._kept: list[Failure] = []
-        """Losses in the current step, to be logged after the step."""
+        """Failures in the current step that ``step`` has not logged yet."""
         self._gone: dict[int, int] = {}
         """Missing replica -> iteration in which the replica was lost."""
         self._degraded: tuple[int, float] | None = None

@@ -1,12 +1,12 @@
 """Record files of a run: steps.jsonl and events.jsonl.
 
-Each replica has a candidate writer: the worker of the last stage with the first tensor, context and inner rank.  Every
-candidate keeps the lines of the last steps in memory; the candidate of the first replica writes the files.  If that
-replica is lost, the next candidate writes, beginning with the committed steps that the lost writer had not written.  So
-no committed step is missing.
+Each replica has a candidate writer: the worker of the last pipeline stage whose tensor rank, context rank and
+``View.inner_rank`` are 0.  Every candidate keeps the lines of the last steps in memory; the candidate of the first
+replica writes the files.  If that replica is lost, the next candidate writes, beginning with the committed steps that
+the lost writer had not written.  So no committed step is missing.
 
-The training waits only a bounded time for the disk (``log_writer``), so a full queue of lines may be unwritten.
-Therefore a candidate keeps about as many lines as the queue accepts.
+The training waits only a bounded time for the disk (``log_writer``), so a lost writer may leave many queued lines
+unwritten.  Therefore a candidate keeps up to ``KEPT_BYTES`` of lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums over a step's microbatches that Megatron's layers accumulate, in addition to the returned losses.
 
     ``Trackers``          MoE: load balancing losses, z-loss; per layer
-                          MTP: loss, correct and all predictions; per depth of multi-token prediction
+                          MTP: loss, numbers of correct and of all predictions; per depth of multi-token prediction
                           DSA: loss of the sparse attention's indexer; per layer
                           THD: tokens of packed sequences, and squared sequence lengths, to count operations
     ``RouterSums``        --moe-router-enable-expert-bias: tokens per expert
@@ -131,7 +131,8 @@ def _expert_sums(name: str) -> Callable[[], torch.Tensor | None]:
 
 def _of_prediction(args: Any) -> list[_Sums]:
     depth = getattr(args, "mtp_num_layers", None) or 0
-    names = {"loss_values": False, "values": False, "correct_values": True, "total_values": True}  # "values" in 0.18
+    # Megatron 0.18 names the loss "values", later releases name it "loss_values".
+    names = {"loss_values": False, "values": False, "correct_values": True, "total_values": True}
     tracker = MTPLossLoggingHelper.tracker
     return [_Sums(depth, partial(tracker.get, name), added) for name, added in names.items() if depth]
 

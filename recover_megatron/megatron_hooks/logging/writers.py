@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes; others keep recent calls.
+"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes, other workers keep recent calls.
 
 In Megatron only the last rank has writers.  Every worker that may become the last rank has a ``Stub`` for each writer:
 
@@ -103,9 +103,9 @@ class Stub:
     def rest(self) -> None:
         """Stop writing, and close the writer, because another worker is the last rank now.
 
-        If this worker writes again later, it must use a new file, and SummaryWriter opens one after close().  Otherwise
-        TensorBoard's server, which reads a folder's files in the order of their names, would find an earlier step after
-        later steps, and discard the later steps.
+        If this worker writes again later, SummaryWriter opens a new file, because it was closed.  If this worker used
+        the old file again, TensorBoard's server, which reads a folder's files in the order of their names, would find
+        an earlier step after later steps, and discard the later steps.
         """
         if self._writing:
             self._call("close", (), {})
@@ -247,7 +247,7 @@ class ProgressLog:
 
     def _appending(self, original: Callable[..., None]) -> Callable[..., None]:
         def append_to_progress_log(save_dir: str | None, string: str, barrier: bool = True) -> None:
-            if os.getpid() != self._process:  # a child process, which deletes a checkpoint; it tolerates errors
+            if os.getpid() != self._process:  # a child process, which deletes a checkpoint and tolerates errors
                 return original(save_dir, string, barrier)
             if save_dir is None or self._alone() or dist.get_rank() != 0:
                 return None

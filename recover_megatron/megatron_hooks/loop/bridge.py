@@ -78,7 +78,7 @@ class BridgeRun:
         self.loop = Loop("Megatron-Bridge", SUPPORTED, self._seams(), self)
 
     def survive(self) -> None:
-        """Run the training to its end.  Raises UserError before process groups are created, if it cannot start."""
+        """Run the training to its end.  If it cannot start, raises UserError before process groups are created."""
         self._kept = copy.deepcopy(self._call[0])
         self.loop.check()
         if reasons := [reason for seam in OWN_SEAMS if (reason := seam.misfit())]:
@@ -171,8 +171,8 @@ class BridgeRun:
             self._consumed = None
             call = inspect.signature(original).bind(*args, **kwargs)
             self._groups = call.arguments["pg_collection"]
-            # Bridge counts samples by the number of replicas that it reads when its loop starts.  If the loop starts
-            # again after a loss, Bridge must still read the launch's number.
+            # When its loop starts, Bridge reads the number of replicas, from which it computes the number of samples.
+            # If the loop starts again after a loss, Bridge must still read the launch's number of replicas.
             if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
                 call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
                 as_launched.dp = _AsLaunched(self._groups.dp, launched)
@@ -282,7 +282,7 @@ class _AsLaunched:
 
 
 def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a no-op in place of a function that destroys groups or state: `fault_tolerance` still needs them."""
+    """Return a no-op in place of a function that destroys groups or state, which `fault_tolerance` still needs."""
 
     def left_out(*unused: Any, **unused_too: Any) -> None:
         return None

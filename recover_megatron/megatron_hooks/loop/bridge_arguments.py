@@ -136,7 +136,7 @@ NOT_TRIED = {
     "checkpoint.non_persistent_save_interval": "a local checkpoint is lost with the worker that wrote it",
     "checkpoint.also_save_hf_checkpoint": "it gathers the weights over replicas, which is untested",
     "train.num_epochs": "recovery needs batches that are identified by sample numbers",
-    "train.iterations_to_skip": "Bridge counts skipped samples by the number of live replicas",
+    "train.iterations_to_skip": "Bridge computes the number of skipped samples from the number of live replicas",
     "optimizer.optimizer_cuda_graph": "a replayed graph bypasses the code that counts microbatches",
     "model.moe_expert_rank_capacity_factor": "Bridge may then repeat a complete iteration",
     "peft": "it is untested",

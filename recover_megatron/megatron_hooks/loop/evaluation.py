@@ -114,7 +114,7 @@ class Evaluation:
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
             if self._groups.apart:
-                return True  # joining: this worker's digest was compared before, and the other workers are in a step
+                return True  # a joining worker's digest has already been compared, and the other workers are in a step
             return bool(self._section("weight hashes", lambda: original(model, cross_check)))
 
         return check_param_hashes_across_dp_replicas
@@ -212,7 +212,7 @@ def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch
 
 @contextmanager
 def main_parameters(parts: Mapping[torch.nn.Parameter, list[torch.Tensor]]) -> Iterator[None]:
-    """Context in which each parameter's attribute ``main_param`` has its concatenated ``parts``; None without parts.
+    """Context in which ``main_param`` of each parameter is its concatenated ``parts``, or None if it has no parts.
 
     Megatron reads this worker's shard from ``main_param``.  Megatron sets this attribute only when it creates the
     optimizer, but a loss changes which worker holds which shard.

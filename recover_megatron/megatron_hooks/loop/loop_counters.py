@@ -94,7 +94,7 @@ class LoopCounters:
         """Set Megatron's counters to ``counters`` advanced by ``iterations`` (0 or 1), before its loop is entered.
 
         ``skipped``: True if the added iteration skipped its update because of its loss scale.  Returns the number of
-        the last completed iteration.  Iterations to skip that directly follow it count as completed, too.
+        the last completed iteration.  Iterations of --iterations-to-skip that directly follow count as completed, too.
         """
         args = get_args()
         for name, value in counters["args"].items():

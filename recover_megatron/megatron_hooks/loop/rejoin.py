@@ -3,7 +3,7 @@
     leave            leave the training: no other worker waits for this worker, and interrupted work is dropped
     come_back        repeat until this worker has a place:
       wait             wait as a spare, and offer the state that this worker has
-      take_place       take a place in the replica that a plan has formed: groups, state, ranks
+      take_place       take a place in the replica that a plan has formed: join its groups, receive its state
     build_elsewhere  if a plan assigns another position: drop Megatron's state, and run pretrain() again, without other
                      workers, until pretrain()'s train() calls ``come_back``
 
@@ -95,7 +95,8 @@ class Rejoin:
         When this function returns, train() can be entered.  Raises ``OtherPosition`` if a plan assigns this worker
         another position, ``RunOver`` if the run is over, and ``Disagreement`` if the received state is wrong.
         """
-        self._groups.leave_training()  # no communication before the first boundary, which other workers reach later
+        # Operations over replicas send nothing before the first boundary, because other workers reach it later.
+        self._groups.leave_training()
         while True:
             decision = self._wait()
             try:
@@ -156,7 +157,7 @@ class Rejoin:
             setattr(args, "profile" if hasattr(args, "profile") else "use_pytorch_profiler", False)
             log.info(
                 f"worker {self._manager.view.worker} is not profiled, because it joined the training late: torch's "
-                "profiler would record other iterations than --profile-step-start, into the same file"
+                "profiler would record other iterations than the flags select, and might overwrite a lost worker's file"
             )
 
     def _take_place(self, decision: Decision) -> None:

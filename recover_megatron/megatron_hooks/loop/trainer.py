@@ -155,7 +155,7 @@ class MegatronTrainer:
         whole = {}
         # A pipeline layout may have chunks without layers, and so without parameters.
         device = next((weight.device for chunk in self._model for weight in chunk.parameters()), None)
-        for number, key in enumerate(names):  # also without microbatches, if earlier steps had losses
+        for number, key in enumerate(names):  # also if this worker ran no microbatch, but earlier steps had losses
             total, count = losses[2 * number], losses[2 * number + 1]
             pair = bool(self._losses) and self._losses[0][key].numel() == 2
             value = torch.stack([total, count]) if pair else (total / count).view(1)

@@ -5,7 +5,7 @@ train()                         joins the first epoch; from then on the run surv
                                 train() again
   train_step()                  before each step there is a boundary, at which new replicas join
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
-    optimizer.step()            communicates inside the replica only; a distributed optimizer: `sharded_optimizer`
+    optimizer.step()            communicates inside the replica only (distributed optimizer: see `sharded_optimizer`)
   training_log()                each of its barriers is a section
   evaluate()                    a section; its microbatches are distributed over the live replicas (`evaluation`)
   save_checkpoint()             a section: after a loss the survivors write the checkpoint again from the start
@@ -222,7 +222,7 @@ class TrainingHooks:
         return train
 
     def _take_up(self, model: Any, optimizer: Any, scheduler: Any, validation: Any, *, late: bool) -> TrainingParts:
-        """Create the parts for train()'s model and optimizer, which the wrapped functions use from now on."""
+        """Create the parts for train()'s model and optimizer; the wrapped functions use these parts from now on."""
         self._groups.model = model
         parts = self._parts = TrainingParts(
             model,
@@ -258,7 +258,7 @@ class TrainingHooks:
             self.sharded.adopt()
 
     def replica_broken(self, error: BaseException) -> bool:
-        """Return whether the loss of a worker in this worker's replica caused ``error``; if so, this worker leaves."""
+        """Return whether the loss of a worker of this replica caused ``error``; if so, this worker must leave."""
         return self.manager.is_of_mates(error)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,7 +91,7 @@ class StepGuard:
             self._updating, self._event = False, event
 
     def seal(self) -> None:
-        """Record that the replica's process groups will be aborted: unfinished work may then produce garbage."""
+        """Record that the replica's process groups will be aborted, so that unfinished work may produce garbage."""
         with self._lock:
             if self._sealed:
                 return

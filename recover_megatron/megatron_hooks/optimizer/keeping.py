@@ -40,7 +40,7 @@ class ShardedCheckpoint:
     """Checkpoint writer and reader of one distributed optimizer.
 
     ``primaries``: function that returns the pieces of which this worker is the primary.  ``parts``: function that
-    returns the ranges of which this worker is the primary, in one bucket.
+    returns, for one bucket, the ranges of which this worker is the primary.
     """
 
     def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
@@ -163,7 +163,7 @@ class ShardedCheckpoint:
                     yield fragment, {key: one[at + fragment.start : at + fragment.stop] for key, one in tensors.items()}
 
     def _place(self, bucket: int) -> tuple[tuple[int, Any, int], str, int]:
-        """Return a bucket's place (buffer, dtype, number in buffer), its checkpoint key, and its unpadded size."""
+        """Return a bucket's location (buffer, dtype, number in buffer), its checkpoint key, and its unpadded size."""
         optimizer = self._optimizer
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
@@ -197,7 +197,7 @@ class ShardedCheckpoint:
         return state
 
     def _bucket(self, bucket: Any, key: str, instance: int) -> list[dict[str, Any]]:
-        """Return the parts of a bucket that this worker writes.  Gaps between its pieces are filled with zeros."""
+        """Return the parts of a bucket that this worker writes.  Gaps between the pieces are filled with zeros."""
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
         found = []
@@ -217,7 +217,7 @@ class ShardedCheckpoint:
     def _written(self, fragment: ShardFragment) -> dict[str, torch.Tensor]:
         """Return the tensors that stock Megatron would write for ``fragment``.
 
-        Moments are float32 or wider.  "param" is the main parameter, or its remainder if stock Megatron keeps it.
+        Moments are float32 or wider.  "param" is the main parameter, or its remainder, whichever stock Megatron keeps.
         """
         found = {
             name: value.float() if value.element_size() < 4 else value for name, value in _tensors(fragment).items()
@@ -229,7 +229,7 @@ class ShardedCheckpoint:
         return found
 
     def _empty(self, bucket: int, own: Sequence[ShardFragment], numel: int) -> dict[str, torch.Tensor]:
-        """Return ``numel`` zeros for each tensor name, in the dtypes of this worker's pieces of the bucket, ``own``."""
+        """Return ``numel`` zeros for each tensor name, in the dtypes of ``own``, this worker's pieces of the bucket."""
         model = self._fragments.buckets[bucket].param_data.dtype
         main = torch.int16 if precision.has_remainders(self._optimizer, model) else torch.float32
         types = {**dict.fromkeys(self._keys, torch.float32), "param": main}
@@ -248,7 +248,7 @@ class ShardedCheckpoint:
         optimizer, fragments = self._optimizer, self._fragments
         every = [fragment for unit in held.values() for fragment in unit]
         fragments.install(held)
-        optimizer._init_optimizer_states_with_dummy_values()  # creates states, to be overwritten
+        optimizer._init_optimizer_states_with_dummy_values()  # creates states, which the load overwrites
 
         def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
             # Created only now, because Megatron has just loaded the groups, for which torch created new state dicts.
@@ -325,7 +325,7 @@ def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
             elif isinstance(value, torch.Tensor) and value.dim():
                 fragment.state[name].copy_(value)
     if isinstance(step := fragment.state.get("step"), torch.Tensor):
-        fragment.state["step"] = step.clone()  # copied: Megatron shares one tensor among all parameters
+        fragment.state["step"] = step.clone()  # copied, because Megatron shares one tensor among all parameters
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
@@ -368,7 +368,7 @@ class Keeping(ABC):
         """Release the memory of Megatron's own state; called once the pieces have separate memory or are dropped."""
 
     def updating(self) -> AbstractContextManager[None]:
-        """Return the context of Megatron's update; it ends before the updated parameters are gathered."""
+        """Return the context of Megatron's update, which ends before the updated parameters are gathered."""
         return nullcontext()
 
     def gathered(self) -> None:  # noqa: B027  Megatron gathers none

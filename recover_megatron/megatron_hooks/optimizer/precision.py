@@ -9,7 +9,8 @@ only the remainders, which are the bits that the model's parameters lack:
     remainder, int16                               | 16 bits |   ``remainder``
 
 With --recover, Megatron keeps the main parameters in float32 (``install``), as stock Megatron does with most FP8
-recipes.  So main parameters are sliced, copied and sent as with any other optimizer, and updates have the same results.
+recipes.  So main parameters are sliced, copied and sent as with any other optimizer, and updates have the same results
+as in stock Megatron.
 
 Checkpoints by bucket equal stock Megatron's: moments in float32, main parameters as remainders.  A checkpoint does not
 record whether it contains main parameters or remainders.  But a model parameter is a rounded main parameter, so a

@@ -11,7 +11,8 @@ If the workers of the next step are not the workers of the current layout, the s
 With --recover-shadow-device cpu, a thread updates the shadows while the next step computes (``HostShadows``)::
 
     begin    copies the finished gradient sums and the optimizer's settings to the host
-    run      clips these sums by the device's norm, and updates the shadows with the inner optimizer's own step()
+    run      clips these sums by the norm that the device also uses, and updates the shadows with the inner optimizer's
+             own step()
     join     waits for the thread, before a shadow is read or updated again
 
 A shadow is read only if the owner of its unit has died, in a repartition, or to compare states.  So the training waits
@@ -225,7 +226,7 @@ class HostShadows:
             for fragment in shadows:
                 # Copied always, because the next iteration clears the gradient buffer.
                 fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32, copy=True)
-        # Like Megatron, clip in float32, and only norms above the limit.
+        # As in Megatron, clip in float32, and only if the norm is above the limit.
         factor = self._clip / (norm + 1.0e-6) if self._clip > 0 else 1.0
 
         def run() -> None:

@@ -18,8 +18,8 @@ in one parameter.
 If the workers of the next step differ from the workers of the layout, the state is repartitioned before that step
 (``renew``).
 
-Megatron's optimizer keeps its groups, schedule, clipping and inner optimizer.  This module replaces the tensors that
-these use (`shard_fragments`), the source of the norm, and the gathering of parameters.
+Megatron's optimizer keeps its groups, schedule, clipping and inner optimizer.  This module replaces the
+optimizer's tensors (`shard_fragments`), the source of the norm, and the gathering of parameters.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Members' I/O: a thread that keeps the connection to the coordinator; and a blocking client for observers.
 
-``Follower`` takes all decisions.
+The state machine ``Follower`` makes all decisions.
 
     Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (proof sent, waits for the answer) -> OPEN
 
 A socket is closed only after the other side has closed it, or before the member has attached (see ``follower``). An
-abandoned socket is kept, and drained until the other side closes it.
+abandoned socket stays open, and its data is discarded, until the other side closes it.
 
-The kernel reports the owner's death to the coordinator only when the last copy of the socket is closed. So a forked
-process (a data loader's worker) closes its copy right away, and a fork waits until no socket is being created.
+The kernel reports a process's death to the coordinator only when the last copy of the socket is closed. So a forked
+child (a data loader's worker) closes its copy right away, and a fork waits until no socket is being created.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MAX_SLEEP = 60.0
 
 
 class Client:
-    """Runs ``core`` over TCP in a daemon thread, from ``start`` on.
+    """Runs the state machine ``core`` over TCP in a daemon thread, from ``start`` on.
 
     The thread calls ``notify`` with the core's ``Notify`` effects, without holding ``condition``. ``condition`` guards
     the core: hold it to read or call the core, wait on it for a change.
@@ -125,7 +125,7 @@ class Client:
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # also after an error in a callback: no caller may wait for a thread that has ended
+        finally:  # also after an error in a callback, so that no caller waits for a thread that has ended
             self.give_up(MembershipError("the session's thread has failed; see the error that it printed"))
 
     def _serve(self) -> None:

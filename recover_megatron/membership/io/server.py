@@ -1,6 +1,6 @@
 """The coordinator's I/O: one thread, one selector, non-blocking sockets, and the event log.
 
-``Coordinator`` takes all decisions; none depends on the log.
+The state machine ``Coordinator`` makes all decisions; no decision depends on the log.
 
 A connection goes through
 
@@ -61,7 +61,7 @@ HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
 """Seconds that a closing connection has to send its queue."""
 MAX_BACKLOG = 128 << 20
-"""Bytes queued for one member that does not read; a longer queue drops the connection."""
+"""Maximum bytes queued for one member. If a member reads so slowly that more are queued, its connection is closed."""
 _MOST_READS = 64
 MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
 """Limit for events that unauthenticated peers cause: at most ``MOST_IN_A_PERIOD`` events of each kind are logged in
@@ -96,7 +96,7 @@ class CoordinatorServer:
         self._secret = secret
         self._log = log
         self._strangers: dict[str, tuple[float, int]] = {}
-        """Kind of event that unauthenticated peers cause -> begin of its period, and number of events in the period."""
+        """Kind of event that unauthenticated peers cause -> start of its period, and number of events in the period."""
         self.lease: Lease | None = None
         self.witness: WitnessThread | None = None
         self._selector = selectors.DefaultSelector()
@@ -112,7 +112,7 @@ class CoordinatorServer:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
         self._full = False
-        """True if the process has no free file descriptor: no connection is accepted before the next tick."""
+        """True if the process has no free file descriptor, so no connection is accepted before the next tick."""
         use_all_descriptors()
 
     def post(self, event: CoordinatorEvent) -> None:
@@ -121,7 +121,7 @@ class CoordinatorServer:
         os.write(self._wake_out, b"x")
 
     def serve_forever(self) -> int:
-        """Serve until the run is over or may not continue here. Return the exit code."""
+        """Serve until the run is over or may not continue on this side of a partition. Return the exit code."""
         while self._exit is None:
             deadline = self.coordinator.deadline
             if self._unproved:
@@ -131,7 +131,7 @@ class CoordinatorServer:
             now = time.monotonic()
             if now >= self.coordinator.deadline:
                 # This process may not have run for some time. Read everything that arrived before ``now``, so that
-                # nothing is taken as missing by mistake.
+                # no member is considered silent by mistake.
                 for key, mask in self._selector.select(0):
                     key.data(mask)
                 self._handle(Tick(), now)
@@ -230,7 +230,7 @@ class CoordinatorServer:
         self._drop(connection)
 
     def _log_limited(self, kind: str, **record: Json) -> None:
-        """Log, at a limited rate, an event that any peer can cause: floods of connections must not fill the disk."""
+        """Log an event that any peer can cause, at a limited rate: floods of connections must not fill the disk."""
         now = time.monotonic()
         start, count = self._strangers.get(kind, (now, 0))
         if now - start > PERIOD_SECONDS:
@@ -290,7 +290,7 @@ class CoordinatorServer:
             self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
 
     def _read_rest(self, number: WorkerId) -> None:
-        """Read all messages of a worker before its session is closed because the launcher reports the worker's end.
+        """Read all messages from a worker whose end its launcher reports, because the report may close the session.
 
         The worker may have reported why the run must end (``give_up``), or a finished step. Worker and launcher are on
         one host, so the worker's messages have arrived, but the two connections are read in any order.

@@ -1,6 +1,6 @@
 """A worker's session with the coordinator: calls for the training loop and the collectives, and ``connect``.
 
-Every wait ends: with its result, with ``EpochRevoked``, with ``Fenced``, or with ``CoordinatorLost``.
+Every wait ends with its result, with ``EpochRevoked``, or (the worker is *out*) with ``Fenced`` or ``CoordinatorLost``.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Session:
         """Report progress. Makes no system call: the next heartbeat sends the latest mark.
 
         ``waiting``: True if this worker now waits for other workers (in a collective). ``allow``: seconds that this
-        phase may take without another mark, in addition to the hang timeout (for a checkpoint).
+        phase may take without another mark, in addition to the hang timeout (such as for a checkpoint).
         """
         self._core.mark(iteration, phase[:256], microbatch, waiting, allow)
 
@@ -189,7 +189,7 @@ class Session:
         """Join the next epoch with ``status`` and wait for its plan, even if the rendezvous restarts.
 
         Every member gets the same plan, whose epoch may have been revoked before this call returns. The caller must
-        then apply the step of each iteration that this worker reported done, up to ``plan.committed``. If the present
+        then apply the step of each iteration that this worker reported done, up to ``plan.committed``. If the current
         epoch was not revoked, this call requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
         ``ValueError`` if the status is too long or is not JSON.
         """
@@ -262,10 +262,10 @@ class Session:
         self.wait_committed(iteration)
 
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Wait until the coordinator has answered within the last heartbeat timeout.
+        """Wait until the coordinator has answered a message that is less than a heartbeat timeout old.
 
         Call it before an action that a worker must not take if it was evicted while it was stopped or cut off. Raises
-        ``Fenced`` or ``CoordinatorLost``, and with ``in_epoch`` also ``EpochRevoked`` if the epoch is over.
+        ``Fenced`` or ``CoordinatorLost``. If ``in_epoch`` is True, also raises ``EpochRevoked`` if the epoch is over.
         """
         with self._client.condition:
             while True:
@@ -283,9 +283,9 @@ class Session:
         report the same value.
 
         No commit waits for this worker, and it need not make marks, until a rendezvous opens (``wait_revoked``
-        returns); then it has the usual time to join. When all workers with a part have left normally, the run is
-        finished: calls raise ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises ``Fenced`` or
-        ``CoordinatorLost``.
+        returns); then it has the usual time to join. When all workers with a part in the epoch have left normally,
+        the run is finished: calls raise ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises
+        ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
         with self._client.condition:
             self._raise_if_out()
@@ -328,7 +328,7 @@ class Session:
             return not self.opened_members.issuperset(workers)
 
     def give_up(self, code: int, reason: str) -> None:
-        """Request the end of the run for all workers, with exit code ``code``; the first request of the run wins.
+        """Request the end of the run for all workers, with exit code ``code``; only the run's first request counts.
 
         Does not wait: every member's next call raises ``CoordinatorLost(reason, code)``. The request is repeated if the
         coordinator is lost. ``reason`` is cut to 2,000 characters. Does nothing if this worker is out. Raises
@@ -377,7 +377,7 @@ class Session:
         self._client.close()
 
     def leave_idle(self) -> None:
-        """Leave normally during the run, without a part in the current epoch; the run continues without it."""
+        """Leave normally, as a worker without a part in the current epoch; the other workers continue the run."""
         if self._core.out is None:
             self.idle()
         self.leave()

@@ -3,7 +3,7 @@
 A *place* is the witness's name of a node or pod. A node or pod counts as off only if its end is irreversible and
 verified:
 
-* SLURM: the node is POWERED_DOWN, that is, the site's program has cut its power, and had enough time for that. A node
+* SLURM: the node is POWERED_DOWN, so the site's program has cut its power, and has had the time to do so. A node
   that is DOWN, FAIL or not responding (``DOWN*``) is not off: its processes continue until they are killed.
 * Kubernetes: the pod (of the same UID) is Failed or Succeeded, and the kubelet has seen each of its containers end. A
   pod is not off if it is missing or being deleted, or if its node does not answer: it may be running. The phase alone
@@ -150,7 +150,7 @@ def _output(command: list[str], until: float) -> str:
             output = _read(pipe.fileno(), until, os.path.basename(command[0]))
             process.wait(max(0.0, until - time.monotonic()) + 0.1)
         except (NoAnswer, subprocess.TimeoutExpired) as error:
-            with suppress(ChildProcessError):  # it was reaped elsewhere: its pid may belong to another process
+            with suppress(ChildProcessError):  # reaped elsewhere, so its pid may belong to another process
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 os.killpg(process.pid, signal.SIGKILL)
             threading.Thread(target=process.wait, daemon=True, name="recover-witness-reap").start()
@@ -196,7 +196,7 @@ def pod_has_ended(pod: Any, uid: str) -> bool | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: the token is for the API server only."""
+    """Refuses redirects, because only the API server may receive the token."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -231,7 +231,7 @@ class Pods:
         return found
 
     def _opener(self) -> Callable[[str, float], Any]:
-        """Return a function that requests a path from the API server and returns the object; None: no such object.
+        """Return a function that requests a path from the API server and returns the object, or None if none exists.
 
         The token is read again each time, because it may change.
         """

@@ -13,7 +13,7 @@ FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of
 OUT         final; ``out`` has the reason.
 
 The subclasses ``Member`` (worker) and ``NodeAgentClient`` (launcher) add the reports. A connection is given up only
-with ``Abandon`` (a message, and no close), because the coordinator takes a closed session for the end of the process.
+with ``Abandon`` (a message, and no close), because the coordinator interprets a closed session as a death.
 The partition rule (``leadership``) relies on that.
 """
 
@@ -65,7 +65,7 @@ class Stage(Enum):
 class Follower:
     """Finds and follows the coordinator. ``hello``: the fields of the attach message that identify this process.
 
-    ``late``: True if the run began before this process. Then any candidate may lead, and the first may be a standby.
+    ``late``: True if the run began before this process. Then any candidate may lead, not only the first in the list.
     """
 
     beat: Mapping[str, Any] = {"type": "beat"}
@@ -206,7 +206,7 @@ class Follower:
                 self._mute.discard(self.candidate)
             self._accepted = False
             self.candidate = (self.candidate + 1) % self._candidates
-            # At the start of a run, wait longer for a host that does not answer: the candidate may still be starting.
+            # At the start of a run, wait longer for a host that does not answer, as the candidate may be starting.
             slow = self.settings.start_timeout / 20 if self._first else 0.0
             self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
             self._effects.append(Dial(self.candidate))
@@ -284,7 +284,7 @@ class Follower:
         self._effects.append(Look(added))
 
     def _reached(self, now: float) -> None:
-        """React to a message of a candidate that leads or may lead later (hook for subclasses)."""
+        """React to a message from a candidate that leads or may lead later (hook for subclasses)."""
 
     def _is_open(self, message: Mapping[str, Any]) -> bool:
         opened = self.presentation.opened
@@ -306,7 +306,7 @@ class Follower:
         if message.get("after_epoch", 0) > presentation.formed.epoch:
             presentation.formed = Formed.from_wire(message, "after_")
         if presentation.formed.epoch and message["committed"] > presentation.committed:
-            # The previous coordinator was lost while it sent this commit: only other members have received it.
+            # The previous coordinator was lost while it sent this commit, so only other members have received it.
             presentation.committed = message["committed"]
             self._effects.append(Notify("commit"))
 

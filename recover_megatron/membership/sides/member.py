@@ -125,7 +125,7 @@ class Member(Follower):
         return self._report({"type": "idle", "epoch": self.idle_in}, may=self._in_epoch)
 
     def note(self, text: str) -> list[MemberEffect]:
-        """Send a note for the logs of coordinator and launcher. It is not repeated if the coordinator is lost."""
+        """Send a note for the event log and workers.json. The note is not repeated if the coordinator is lost."""
         return self._report({"type": "note", "text": text[:2000]}, may=self.stage is Stage.FOLLOWING)
 
     def answer_drain(self, node: str, reason: str) -> list[MemberEffect]:

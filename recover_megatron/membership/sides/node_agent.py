@@ -143,7 +143,7 @@ class NodeAgentClient(Follower):
 
 
 class Orders(Protocol):
-    """Orders of the coordinator to a launcher."""
+    """Orders from the coordinator to a launcher."""
 
     def evict(self, worker: WorkerId, reason: str) -> None:
         """Kill the complete process group of this node's ``worker``, then report ``ended``. May be called again."""
@@ -155,7 +155,7 @@ class Orders(Protocol):
         """Note that a plan has arrived: ``NodeAgent.epoch`` is the epoch of that plan."""
 
     def noted(self, worker: WorkerId, text: str) -> None:
-        """Log a note of this node's ``worker``."""
+        """Write a note from this node's ``worker`` to workers.json; an empty ``text`` removes the note."""
 
     def draining(self, stays: bool) -> None:
         """Start no more workers, because the node is drained. May be called again.
@@ -235,12 +235,12 @@ class NodeAgent:
 
     @property
     def taken(self) -> Workers:
-        """Worker ids that were used in the run, as far as this launcher knows: no newcomer may have one of them."""
+        """Worker ids that no newcomer may have, because this launcher knows that they were used in the run."""
         return self._core.planned | self._core.presentation.mentioned
 
     @property
     def had_all(self) -> bool:
-        """True if this launcher ran all workers of the last plan, and all of them have ended: no worker continues."""
+        """True if this launcher ran all workers of the last plan, and all have ended, so no worker continues."""
         with self._client.condition:
             formed = self._core.presentation.formed
             return formed.epoch > 0 and formed.members <= self._core.ends.keys()
@@ -297,7 +297,7 @@ class NodeAgent:
         self._client.call(self._core.ended, worker, how[:256])
 
     def run_over(self, code: int, what: str) -> None:
-        """End this session, because a candidate on this node has ended the run with exit code ``code`` (``what``)."""
+        """End this session because a local candidate has ended the run. ``code``: exit code; ``what``: reason."""
         self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, reported=True))
 
     def catch_up(self, timeout: float | None = None) -> None:
@@ -346,7 +346,7 @@ class NoAgent:
     led = attached = had_all = False
 
     def missing(self, world: int) -> Workers:
-        """Return an empty set: no rendezvous is open."""
+        """Return an empty set, because no rendezvous is open."""
         return frozenset()
 
     def _nothing(self, *_: object) -> None:
