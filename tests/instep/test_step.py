@@ -193,10 +193,10 @@ class Out:
 def test_who_ends_the_run_stays_until_that_was_heard(error: MembershipError) -> None:
     """Or the next coordinator would not hear it, where there is none now (tests/membership/test_real_processes.py)."""
     session: Any = Out(error)
-    ProgressReports(session, session).end_run("worker 1 has found wrong gradients", Disagreement("2 of 3"))
+    ProgressReports(session, session).end_run("worker 1 has found wrong gradients", Disagreement("NaN"))
     (code, reason), *then = session.said
     assert code == EXIT_SAME_FAULT
-    assert reason.startswith("worker 1 has found wrong gradients in iteration 5, whose update no worker applies: 2 of 3")
+    assert reason.startswith("worker 1 has found wrong gradients in iteration 5, whose update no worker applies: NaN")
     assert then == [(5, True), ("waited for the end",)]
 
 

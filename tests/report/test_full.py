@@ -421,6 +421,8 @@ def test_without_matplotlib_the_page_has_all_but_the_pictures(run: Path, monkeyp
     assert page.images == []
     assert "No pictures: matplotlib is not installed (pip install 'recover-megatron[plot]')." in page.cells
     assert len(page.table("iteration", "cause")) == len(DEATHS)
+    (run / "steps.jsonl").write_text("")
+    assert "No pictures: the run has committed no step yet." in report(run)[1].cells
 
 
 def test_the_page_goes_where_it_was_told_to(run: Path, tmp_path: Path, capsys) -> None:
