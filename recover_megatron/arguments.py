@@ -55,8 +55,8 @@ def metrics_address(text: str) -> tuple[str, int]:
 def listed_domains(text: str) -> dict[str, str]:
     """Return host -> names of its failure domains, separated by commas, from the file FILE if ``text`` is ``@FILE``.
 
-    The file has a line HOST NAME[,NAME...] for each host; the result is in this order.  Returns an empty dict if
-    ``text`` does not begin with ``@``.  Raises ValueError with all mistakes in the file.
+    The file has a line HOST NAME[,NAME...] for each host; the result is in the order of the lines.  Returns an empty
+    dict if ``text`` does not begin with ``@``.  Raises ValueError with all mistakes in the file.
     """
     if not text.startswith("@"):
         return {}
@@ -105,7 +105,10 @@ def some_path(text: str) -> None:
 
 
 def words_of(text: str) -> list[str]:
-    """Split the command ``text`` into words, as a shell does.  Raises ValueError if the command is empty."""
+    """Split the command ``text`` into words, as a shell does.
+
+    Raises ValueError if the command is empty, or a quotation mark in it is not closed.
+    """
     if not (words := shlex.split(text)):
         raise ValueError("give a command")
     return words
@@ -158,7 +161,7 @@ class RecoverConfig:
         "evict a host that has sent no heartbeat for S seconds; S must be at least twice the interval",
         metavar="S",
         check=seconds_above_0,
-        docs="raise it if the network or hosts stall for seconds",
+        docs="raise it if the network or hosts stall for several seconds",
     )
     hang_timeout: float = option(
         60.0,
@@ -189,8 +192,8 @@ class RecoverConfig:
     domain: str = option(
         "",
         "failure domains of this worker in addition to its node, such as its rack, power line or switch; give each "
-        "node the names of its domains. @FILE: a file with a line HOST NAME[,NAME...] for each node, in the nodes' "
-        "order. Copies of the optimizer state are kept on workers of other nodes and domains",
+        "node the names of its domains. @FILE: a file with a line HOST NAME[,NAME...] for each node, in the "
+        "order of the node ranks. Copies of the optimizer state are kept on workers of other nodes and domains",
         metavar="NAME[,NAME...]|@FILE",
         check=listed_domains,
         default_text="the switches of SLURM's topology, if SLURM reports them (SLURM_TOPOLOGY_ADDR)",
@@ -234,9 +237,9 @@ class RecoverConfig:
     )
     max_replicas: int = option(
         0,
-        "let workers that join a complete run form further replicas, up to N replicas in total; more replicas then "
-        "share the same microbatches of an iteration. 0: no more replicas than at launch; workers that join become "
-        "spares",
+        "when all replicas of the launch are complete, let workers that join form further replicas, up to N in total; "
+        "all replicas then share the same microbatches of an iteration. 0: no more replicas than at launch; workers "
+        "that join become spares",
         metavar="N",
         check=at_least(0),
         docs="to let a run grow by `recover-run --join` ([growing](regroup.md#let-the-run-grow)). N cannot exceed the "
@@ -335,7 +338,7 @@ class RecoverConfig:
     )
     on_event: str | None = option(
         None,
-        "run this command for every loss, recovery, return, checkpoint and change of state; the command gets a JSON "
+        "run this command for each event (loss, recovery, ...) and each change of state; the command gets a JSON "
         "object on stdin, and the run does not wait for the command",
         metavar="COMMAND",
         check=words_of,
@@ -359,8 +362,9 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
     """Return the values of the ``--recover-*`` flags in a complete command line, without the program's name.
 
     Megatron's parser is not used, because the device must be chosen before Megatron is imported, and ``--yaml-cfg``
-    replaces Megatron's arguments by others without these flags.  Raises UserError for an invalid value of these flags.
-    Ignores all other flags; Megatron's parser refuses unknown flags later.
+    replaces Megatron's arguments by others without these flags.  Raises UserError if a value of these flags cannot be
+    parsed; ``problems`` checks the parsed values.  Ignores all other flags; Megatron's parser refuses unknown flags
+    later.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
@@ -376,7 +380,10 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
 
 
 def problems(config: RecoverConfig) -> list[str]:
-    """Return one message for each invalid value in ``config``, which also names the valid values."""
+    """Return a message for each invalid value in ``config``, and for each contradiction between two values.
+
+    Each message says which values are valid.  Returns an empty list if ``config`` can be used.
+    """
     found = checked(config, FLAGS)
     interval, timeout, hang = config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout
     if timeout < 2 * interval:
@@ -396,7 +403,7 @@ def problems(config: RecoverConfig) -> list[str]:
 def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
     """Return the values of the ``--recover-*`` flags, for the launcher.
 
-    If a value is invalid, returns the defaults, because the training script will refuse the value.
+    If a value cannot be parsed, returns the defaults, because the training script will refuse the value.
     """
     try:
         return config_from_argv(argv)
@@ -405,7 +412,10 @@ def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
 
 
 def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """Return the values of the ``--recover-*`` flags, for a coordinator; the defaults if any value is invalid."""
+    """Return the values of the ``--recover-*`` flags, for a coordinator.
+
+    If a value is invalid, or values contradict each other, returns the defaults.
+    """
     config = config_or_defaults(argv)
     return RecoverConfig() if problems(replace(config, coordinator=None)) else config
 
@@ -413,7 +423,7 @@ def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
 def spares_from_argv(argv: Sequence[str]) -> int:
     """Return the value of ``--recover-spares``; 0 without ``--recover``.
 
-    Returns 0 if a value is invalid, because the training script will refuse the value.
+    Returns 0 if a value cannot be parsed or is negative, because the training script will refuse the value.
     """
     config = config_or_defaults(argv)
     return max(0, config.spares) if config.enabled else 0

@@ -19,7 +19,7 @@ from recover_megatron.variables import JOIN_VARIABLE, SPARE_VARIABLE
 EXIT_USAGE = 2
 """Exit code of a process that refuses to start the run; argparse uses the same code."""
 EXIT_OWN_FAULT = 1
-"""Exit code of a worker that failed by its own fault; its launcher may start a replacement."""
+"""Exit code of a worker that failed for a local reason; its launcher may start a replacement."""
 
 
 class UserError(Exception):
@@ -35,7 +35,7 @@ class InStepError(Exception):
 
 
 class Disagreement(InStepError):
-    """Error for workers that report contradictory facts, or sums that differ; the step is not committed."""
+    """Error for contradictory reports of workers, or a sum that differs from the agreed sum; nothing is committed."""
 
 
 def traceback_wanted() -> bool:

@@ -5,8 +5,8 @@
                                   | a write that does not return (a frozen file system): logged after ``STALL_SECONDS``
 
 ``put`` takes microseconds and raises no error; lines that do not fit into the queue are dropped and counted.  When the
-disk accepts data again, the file continues with the next line in the queue.  If a process is killed, its last lines may
-be lost.  A caller that must not lose lines waits with ``wait_done`` or ``flush``; both wait for a bounded time.
+disk accepts data again, the file continues where it stopped, in complete lines.  If a process is killed, its last lines
+may be lost.  A caller that must not lose lines waits with ``wait_done`` or ``flush``; both wait for a bounded time.
 
 The kernel does not terminate a process while one of its threads is inside a write to a frozen file system
 (``fsfreeze``).  The process exits when the file system thaws, and its parent sees the exit only then.
@@ -50,8 +50,8 @@ Job = Callable[[], object]
 class BackgroundWriter:
     """Queue of jobs that write to a file, and a thread that runs the jobs in their order.
 
-    ``what``: name of the file for messages; ``say``: function that logs a message, in any thread; ``most_bytes``: size
-    of the queue.
+    The first job starts the thread.  ``what``: name of the file for messages; ``say``: function that logs a message, in
+    any thread; ``most_bytes``: size of the queue in bytes.
     """
 
     def __init__(self, what: str, say: Say = log.warning, most_bytes: int = MOST_BYTES) -> None:
@@ -101,7 +101,7 @@ class BackgroundWriter:
     def wait_done(self) -> None:
         """Wait at most ``PATIENCE_SECONDS`` until all jobs are done.
 
-        After a timeout, further calls return immediately until the queue has been empty.
+        After a timeout or a failed job, further calls return immediately until the queue has been empty.
         """
         if not self._behind:
             self._behind = not self._wait(PATIENCE_SECONDS, in_all=PATIENCE_SECONDS)
@@ -221,7 +221,7 @@ class BackgroundWriter:
 def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
     """Create the folder of ``path``, open the file for appending lines, and return its descriptor.
 
-    If the last line is incomplete, ends it with a newline, or if ``drop_cut``, removes it.  Raises OSError.
+    If the last line is incomplete, ends it with a newline, or removes it if ``drop_cut`` is true.  Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -340,9 +340,9 @@ class LogWriter(BackgroundWriter):
 
 
 def flush_all(files: Iterable[BackgroundWriter], seconds: float = FLUSH_SECONDS) -> None:
-    """Flush all files, waiting ``seconds`` for each.
+    """Flush all files, each with ``seconds`` (see ``BackgroundWriter.flush``).
 
-    After a failure, waits only ``PATIENCE_SECONDS`` for each later file, since it may be on the same disk.
+    After a failure, flushes later files with only ``PATIENCE_SECONDS``, since they may be on the same disk.
     """
     for file in files:
         if not file.flush(seconds):

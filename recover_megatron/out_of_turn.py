@@ -1,4 +1,4 @@
-"""Protection of a run from operations over replicas that one worker calls while no other worker takes part.
+"""Protection of a run from a worker that calls an operation over replicas in which no other worker takes part.
 
 Such an operation must not stop the run.  The effect depends on its caller:
 
@@ -38,7 +38,7 @@ _trainer: threading.Thread | None = None
 
 
 class OutOfTurn(InStepError):
-    """Error for an operation over replicas that a thread other than the training thread has called."""
+    """Error for a call of an operation over replicas in a thread other than the training thread."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _watched(handler: Any) -> Any:
 
 
 def _plain(handler: Any) -> Any:
-    """Return ``handler`` without its wrapper: the program may compare it with the handler that it has set."""
+    """Return ``handler`` without its wrapper: the program may compare it with its own handler, or set it again."""
     return handler.handler if isinstance(handler, Handler) else handler
 
 
@@ -87,7 +87,7 @@ class _OfLoaders:
 
 
 def tell_readers(on_error: Callable[[RuntimeError], None]) -> None:
-    """Wrap the SIGCHLD handler of torch's DataLoader, so that errors that it raises go to ``on_error``.
+    """Wrap the SIGCHLD handler of torch's DataLoader, so that errors that it raises are passed to ``on_error``.
 
     ``on_error`` raises the error if the program is reading data now, and otherwise drops it; the loader raises a
     dropped error at its next read.  Torch sets its handler when the first loader with processes starts, so call this

@@ -1,8 +1,8 @@
 """Description of the program that a process runs, to find workers with different code.
 
 A worker that starts after the launch (a replacement, a spare, a worker of ``--join``) reads the script and its modules
-from a disk where they may have been edited since.  A late worker is compared with the run in the modules that both have
-loaded.  Differences have these effects:
+from a disk where they may have been edited since.  For a late worker, the modules that both this worker and
+the run have loaded are compared.  Differences have these effects:
 
     refused   the content of the script, or of a module outside site-packages; the content of Megatron or this package,
               wherever it is installed; the release (first two numbers) of a ``DECISIVE`` package
@@ -12,7 +12,7 @@ loaded.  Differences have these effects:
               similar names); ``sitecustomize``; sources above ``LARGEST`` bytes
 
 A module is identified by its name, and the script by its file name, because hosts may have the program in different
-folders.  Call ``describe`` at the start of the process, before module files can be edited.
+folders.  ``describe`` reads the files, which may be edited after the import, so call it at the start of the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VERSION = str(vars(sys.modules["recover_megatron"])["__version__"])
 """Version of this package that the process has loaded."""
 PACKAGE = "package "
 FLAG = "code"
-"""Name in ``--recover-may-differ`` that allows another program."""
+"""Name that lets ``--recover-may-differ`` accept workers with other program code."""
 
 
 def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Rules that refuse combinations of Megatron arguments: a rule is a condition and a reason for the user.
+"""Rules that refuse Megatron arguments: a rule is a condition and a reason for the user.
 
 The lists of rules are ``hostdevice.flags`` and ``megatron_hooks.entry.refused``.  Imports neither torch nor Megatron.
 """

@@ -1,8 +1,8 @@
 """Comparison of the training script's flags, which must be the same for all workers of a run.
 
-A worker with another learning rate or batch size would silently corrupt the training.  So the launchers compare the
-flags before they start workers (`launch.nodes.guest`), and the workers compare them at every rendezvous
-(`instep.meeting.planner`).
+A worker with another learning rate or batch size would silently corrupt the training.  So the workers compare the
+flags at every rendezvous (`instep.meeting.planner`).  In a run on several nodes the launchers compare them, too, before
+any launcher starts a worker (`launch.nodes.guest`).
 
 Flags that may differ between workers are left out: see ``OWN`` and ``--recover-may-differ``.  Of a value with a slash,
 only the part after the last slash is compared, because hosts may have the data in different folders.  Numbers are
@@ -62,7 +62,7 @@ def digest(flags: Mapping[str, str]) -> str:
 
 
 def codes(flags: Mapping[str, str]) -> dict[str, str]:
-    """Return flag -> digest of its values; used where other users could read the values themselves."""
+    """Return flag -> digest of its values, which may be sent where other users can read it."""
     return {flag: _hash(f"{flag} {value}") for flag, value in flags.items()}
 
 

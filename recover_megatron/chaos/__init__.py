@@ -1,6 +1,6 @@
-"""Fault injection: kills and hangs of workers, to check that a run survives them.  Standard library only.
+"""Fault injection: deaths and hangs of workers, to check that a run survives them.  Standard library only.
 
-A worker can inject a fault into itself at an exact place in the step::
+For tests, and to try one fault, a worker can inject a fault into itself at an exact place in the step::
 
     --recover-inject 5@7:backward:kill
 

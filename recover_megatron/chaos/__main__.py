@@ -1,15 +1,16 @@
 """``python -m recover_megatron.chaos``: kill random workers of a running recover-run job, at random times.
 
 A *strike* is a signal that kills or stops a worker.  The times between strikes are exponentially distributed; their
-mean is ``--mtbf``.  The seed determines the times, the victims (as random numbers in [0, 1)) and the kinds of all
-strikes, so two runs with the same live workers at the same times receive the same strikes.  Only workers of this host
-are struck.
+mean is ``--mtbf``.  The seed determines the time and the kind of each strike, and a random number that selects the
+victim among the live workers.  So two runs with the same live workers at the same times receive the same strikes.  Only
+workers of this host are struck.
 
 workers.json (docs/operations.md) lists pids, but the kernel may reuse the pid of a worker that has ended.  So a process
-is struck only if its start time equals the start time in workers.json, and it leads a session, as every worker does.
-Signals are sent through a pidfd, which never refers to another process.
+is struck only if its start time matches the start time in workers.json, and if it is a session leader, as every worker
+is.  Signals are sent through a pidfd, which never refers to another process.
 
-Exit status: 0 if the run has ended; 1 if no worker was live; 2 if the command is wrong or workers.json is unreadable.
+Exit status: 0 if the run has ended; 1 if no worker was live; 2 if the command is wrong, or if workers.json cannot be
+read or is not valid; 130 after SIGINT.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LOOK_AGAIN = 0.5
 """Seconds between two reads of workers.json, if no worker ends; the end of a worker is noticed through its pidfd."""
 _START_TOLERANCE = 2.0
-"""Allowed difference, in seconds, between a worker's start time in the kernel and in workers.json: the host's clock may
-have been adjusted."""
+"""Allowed difference, in seconds, between a worker's start time in the kernel and in workers.json.
+
+The two times differ if the host's clock was adjusted.
+"""
 _LIVE = ("starting", "running")
 
 
@@ -115,9 +118,9 @@ class Victims:
 
 
 def hold(pid: int, started: float) -> int | None:
-    """Return a pidfd of the worker that was started at ``started`` (unix seconds) with ``pid``; None if it has ended.
+    """Return a pidfd of the worker that started at ``started`` (unix seconds) as process ``pid``; None if it has ended.
 
-    Opens the pidfd before it checks the process, so the checked process cannot be a later one with the same pid.
+    Opens the pidfd before it checks the process, so the pidfd cannot refer to a later process with the same pid.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -136,7 +139,7 @@ def _session_and_start(pid: int) -> tuple[int, float] | None:
     """Return the session of a process and its start time (unix seconds); None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name, in parentheses, may contain anything
+            fields = file.read().rpartition(b")")[2].split()  # the program's name may contain spaces and ")"
     except OSError:
         return None
     if len(fields) < 20 or fields[0] in (b"Z", b"X"):
@@ -149,7 +152,7 @@ class Draw(NamedTuple):
     """Random values of one strike; they do not depend on the live workers."""
 
     after: float
-    """Seconds between the previous strike, or the start, and this strike."""
+    """Seconds from the previous strike to this strike; for the first strike, from the call of ``Chaos.run``."""
     lot: float
     """Random number in [0, 1) that selects one of the live workers."""
     kind: str
@@ -187,7 +190,7 @@ class Chaos:
     def run(self, kinds: Sequence[str], seed: int, mtbf: float) -> None:
         """Strike until the run has ended, that is, until no worker on this host is live or starting.
 
-        Raises NoWorkers if workers.json becomes unreadable.
+        Raises NoWorkers if workers.json cannot be read or is not valid.
         """
         due = time.monotonic()
         for number, draw in enumerate(draws(seed, mtbf, kinds), 1):
@@ -199,7 +202,7 @@ class Chaos:
             self._inject(number, draw)
 
     def _wait_while(self, condition: Callable[[], bool], due: float) -> bool:
-        """Wait until the monotonic time ``due``; return False as soon as ``condition`` is false."""
+        """Wait until the monotonic time ``due`` and return True; but return False as soon as ``condition`` is false."""
         while condition():
             left = due - time.monotonic()
             if left <= 0:

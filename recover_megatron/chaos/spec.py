@@ -38,11 +38,11 @@ PHASES = (
     "rollback",
     "snapshot",
 )
-"""Phases in which a fault can strike: first the phases of every iteration, in order; then phases of rare events.
+"""Phases in which a fault can strike: first the phases of an iteration, in their order; then phases of other events.
 
-recovery   at any place while the survivors finish a step after a loss
-regroup    a worker gets a place: its process groups exist (visit 1); it has received its state (visit 2).  ITERATION is
-           the first iteration of the new replica
+recovery   at any point while the survivors finish a step after a loss
+regroup    when a worker gets a place: after its process groups have been created (visit 1), and after it has received
+           its state (visit 2).  ITERATION is the first iteration of the new replica
 transfer   a worker begins to send its state to another worker, in the first iteration of the new replica
 rollback   before a checkpoint is loaded in place (visit 1), and after (visit 2).  ITERATION is the first iteration
            after the checkpoint
@@ -51,7 +51,7 @@ snapshot   a snapshot for the memory tier is copied but not yet sent (visit 1); 
 
 With the distributed optimizer:
 
-shadow       this worker has stored a finished sum that another worker sent (visited together with all-gather)
+shadow       this worker has stored a finished sum that another worker sent (visited just after all-gather)
 norm         before the gradient norms are exchanged
 update       before the parameters and the optimizer's state are updated (visit 1), and after (visit 2)
 param-gather updated parameters have arrived
@@ -86,7 +86,7 @@ class Fault:
     phase: str
     kind: Kind = Kind.KILL
     visit: int = 1
-    """Counted from 1.  A worker may visit a phase several times in an iteration, for example forward per microbatch."""
+    """Counted from 1.  A worker may visit a phase several times in an iteration: ``forward`` once per microbatch."""
 
     def __str__(self) -> str:
         visit = f"#{self.visit}" if self.visit > 1 else ""
@@ -98,7 +98,7 @@ class BadSpec(UserError, ValueError):
 
 
 def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
-    """Return the faults in ``text``, in its order.  Raises BadSpec (a ValueError) with all mistakes.
+    """Return the faults in the order of ``text``.  Raises BadSpec (a ValueError) with all mistakes.
 
     ``workers``: number of workers, to check the worker ids; None to accept every worker id.
     """
@@ -123,7 +123,7 @@ def _place(fault: Fault) -> tuple[int, int, str, int]:
 
 
 def _parse_fault(item: str, workers: int | None) -> tuple[Fault | None, list[str]]:
-    """Return the fault that ``item`` specifies and no mistakes; or None and the mistakes, as texts."""
+    """Return (fault, empty list) if ``item`` is valid, otherwise (None, the mistakes as texts)."""
     match = _SHAPE.fullmatch(item)
     if match is None:
         return None, [f"{item!r}: not of the form WORKER@ITERATION:PHASE[#VISIT][:KIND], like 5@7:backward:kill"]
@@ -169,7 +169,7 @@ class Injector:
                 self._waiting.setdefault((fault.phase, fault.iteration), {})[fault.visit] = fault
         self._visits = dict.fromkeys(self._waiting, 0)
         self._break_device = break_device
-        self._lock = threading.Lock()  # several threads may visit a phase (several buckets in flight)
+        self._lock = threading.Lock()  # with several buckets in flight, several threads may visit a phase at once
         self.active = bool(self._waiting)
         """True if a fault of this worker has not struck yet.  If false, calls of ``at`` have no effect."""
 

@@ -20,7 +20,7 @@ def even_part(total: int, size: int, cut: int = 1) -> int:
 
 
 def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Span]]:
-    """Divide the elements of ``spans``, in order, into ``size`` equally long chunks; the last may be shorter or empty.
+    """Divide the elements of ``spans``, in order, into ``size`` equal chunks; the last ones may be shorter or empty.
 
     Every chunk begins at a multiple of ``cut`` elements, counted from the first element of ``spans``.
     """

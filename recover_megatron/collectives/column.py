@@ -14,7 +14,7 @@
 
 Each worker sends its address when it joins an epoch.  So no key-value store is needed, and any node may be lost.
 
-Hybrid sharding: if ``shards`` is above 1, each ``shards`` consecutive workers share one copy of the model.  They are a
+Hybrid sharding: if ``shards`` is above 1, every ``shards`` consecutive workers share one copy of the model.  They are a
 *shard group* (``ShardGroup``).  A column consists of the workers that have the same shard, one of each shard group.
 
     shards=2       column 0   column 1
@@ -53,7 +53,8 @@ from recover_megatron.variables import HOST_VARIABLE, REPLACED_VARIABLE
 log = get_logger(__name__)
 
 NEWS_SECONDS = 30.0
-"""Time in seconds that a worker waits for the coordinator's report of a death after its shard group has failed."""
+"""Time limit in seconds for the wait for the coordinator's report of a death, after the shard group's communication
+has failed."""
 
 
 def complete_shard_groups(workers: Collection[int], shards: int) -> list[int]:
@@ -176,7 +177,7 @@ class Column:
 
     @property
     def over(self) -> bool:
-        """True if this worker must call ``join``: it has no epoch, its epoch was revoked, or a connection failed."""
+        """True if this worker must call ``join``: no epoch, epoch revoked, connection failed, or ``renew`` called."""
         lost = self._failed or (self._group is not None and self._group.revoked)
         return self._plan is None or self.session.revoked or lost
 
@@ -266,7 +267,7 @@ class Column:
         """Return the group of this worker's column in the current epoch.
 
         The first call in an epoch opens the group and calls its ``pull`` for ``buckets``.  All members must make this
-        call at the same iteration, with buckets of equal sizes.  Raises ``EpochRevoked``.
+        call at the same iteration, with equally many buckets of equal sizes.  Raises ``EpochRevoked``.
         """
         if self._group is None:
             assert self._plan is not None, "join first"

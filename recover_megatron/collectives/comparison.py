@@ -9,7 +9,8 @@ them:
             loaded different modules.  So a worker whose digest differs reads the values of a worker of the run, once,
             before it gets a place.  It is refused if a module that both workers have loaded differs.
 
-Only the refused worker exits (a newcomer with exit code 2); the run continues without it.
+A refused worker without a place exits (a newcomer with exit code 2), and the run continues without it.  If a worker
+with a place is refused, the run ends.
 """
 
 from __future__ import annotations

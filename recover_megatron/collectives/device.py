@@ -37,7 +37,10 @@ class DeviceStuck(RuntimeError):
 
 
 def pauses() -> Iterator[None]:
-    """Iterator for a polling loop: the first steps do not pause, later steps sleep for growing times."""
+    """Iterator for a polling loop: the first steps do not pause, later steps sleep for growing times.
+
+    The sleep releases the GIL.
+    """
     for _ in range(_SPINS):
         yield
     pause = _PAUSE
@@ -132,7 +135,7 @@ class Order:
         return nullcontext()
 
     def finish(self) -> None:
-        """Block until all tensor operations that this object has enqueued are done; called after a collective."""
+        """Block until all tensor operations of this object are done; called before a collective counts as finished."""
         return None
 
 

@@ -113,7 +113,7 @@ class CancelToken:
         self.in_touch = in_touch
         self.reason = ""
         self.lost: PeerLost | None = None
-        """Connection failure that cancelled the token; None if it is live or was cancelled for another reason."""
+        """Connection failure that cancelled the token; None if the token is live, or was cancelled otherwise."""
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []

@@ -116,7 +116,7 @@ class Group(ABC):
     def all_reduce(self, bucket: Bucket) -> Handle:
         """Sum the LOCAL spans of ``bucket`` over all members, in the bucket's dtype.
 
-        When the returned handle is finished, the complete bucket is REDUCED at every member.
+        When the handle of a member is finished, the complete bucket is REDUCED at that member.
         """
         cut = max(1, self.cut_bytes // bucket.flat.element_size())
         local = bucket.ledger.local

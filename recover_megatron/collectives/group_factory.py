@@ -76,13 +76,16 @@ def open_group(
     communicators: Keeper | None = None,
     progress: ProgressThread | None = None,
 ) -> Group:
-    """Open a group of the members of ``epoch``; every member must call this with the same options.
+    """Open a group of the members of ``epoch``; every member must call this.
+
+    ``name``, ``secret``, ``collective``, ``transport_kind`` and ``tuning`` must be equal on all members.
 
     ``store``: key-value store for the rendezvous; each key is written once, and begins with ``ring/<name>/<epoch>``.
     ``name``: name of the column, unique in the epoch.  ``collective``: "native": NCCL's collectives.  "ring": a ring
     over ``transport_kind``; if ``device`` is a GPU, its data goes through host memory.  ``host``: address of this
     machine that the other members can reach.  ``timeout``: seconds in which all members must have joined.
-    ``tuning``, ``ring_listener`` (from ``open_ring_listener``; the group closes it): only for a ring.
+    ``tuning``, ``ring_listener`` (from ``open_ring_listener``; closed when both neighbours are connected): only for a
+    ring.
     ``communicators``: pool from which NCCL communicators are reused; None: each group opens and aborts one.
     ``hook``: for tests and fault injection.
 

@@ -8,7 +8,8 @@ and not chunks or segments, because these change with the number of members.  A 
 atomically, so a reader in another thread always sees a valid ledger.
 
 After a loss, lost microbatches are run again and accumulate into the bucket.  ``SavedSums`` saves the finished sums
-first.  ``Memory`` chooses the device for the saved sums, or the host if the device is full.
+before this and copies them back afterwards.  ``Memory`` puts the saved sums on their device, or on the host if the
+device is full.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ class SavedSums:
         self._bucket = bucket
         self._kept: list[tuple[Span, torch.Tensor]] = []
         self.device_bytes = 0
-        """Total size in bytes of the copies on the bucket's device; copies on the host do not count."""
+        """Total size in bytes of the copies on the bucket's device."""
         for span in bucket.ledger.reduced:
             copy = memory.copy(bucket.flat[span.start : span.stop], beside + self.device_bytes)
             self._kept.append((span, copy))

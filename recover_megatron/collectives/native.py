@@ -14,7 +14,7 @@ copied to the bucket.  So the part of the bucket that a round sums is completely
 operation leaves garbage in scratch memory, where nothing reads it.
 
 A backend's operations need parts of equal length, but the chunks of a bucket, each owned by one rank, may differ in
-length.  So each chunk is copied to a row of scratch memory:
+length.  So each chunk has its own row in scratch memory:
 
     the bucket      | chunk of rank 0 | chunk of rank 1 | ... |        spans anywhere, chunks of any length
 
@@ -81,8 +81,8 @@ class NativeBackend(Order, ABC):
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
         """Send and receive messages concurrently; at most one message to, and one from, each other member.
 
-        For every receive, the sending member must at the same time call ``transfer`` with a send of equal size and
-        dtype to this member.  A member without messages does not call this.
+        For every receive, the same transfer at the sending member must contain a send of equal size and dtype to this
+        member.  A member without messages does not call this.
         """
 
     @abstractmethod
@@ -103,7 +103,7 @@ class NativeBackend(Order, ABC):
 
 
 ALIGNED_BYTES = 128
-"""Alignment in bytes of each chunk's first element in an all-reduce, because NCCL copies unaligned rows bytewise."""
+"""Number of bytes at whose multiples an all-reduce cuts a bucket, because NCCL copies unaligned rows bytewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,10 @@ log = get_logger(__name__)
 
 _NO_TIMEOUT = timedelta(days=7)
 _LONGEST_LAUNCH = 25
-"""Maximum of TORCH_NCCL_NONBLOCKING_TIMEOUT in seconds: enough to initialize a group of thousands of workers."""
+"""Maximum of TORCH_NCCL_NONBLOCKING_TIMEOUT in seconds.
+
+It is enough to initialize a group of thousands of workers, but too short for a worker to count as hung.
+"""
 _LONGEST_DUMP_MS = 1000
 _NONBLOCKING, _DUMP = "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")

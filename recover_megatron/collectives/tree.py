@@ -7,7 +7,7 @@
      5 6 7 8
 
     open   a member connects to its parent's peer store (`network.peer_store`); its children connect to its peer store.
-           The plan contains the addresses of all peer stores.
+           The plan contains the addresses of all peer stores, so no key-value store is read.
 
 Between two steps, torch's collectives over workers of several replicas use the tree.  They are built from three passes:
 

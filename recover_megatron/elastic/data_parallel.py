@@ -5,7 +5,7 @@
                 '---- a worker died, or joined: all join again ------'     finished work is kept, lost work is run again
 
     lead(f)   The leading worker (lowest id) calls f.  The next step's sum needs the leading worker, so when that step
-              is finished, f has returned.  If the leading worker dies in f, the next leading worker joins and calls f.
+              is finished, f has returned.  If the leading worker dies before that, the next one joins and calls f.
     leave()   JOIN with ``leaving`` set, until all functions have been called, and all workers have the state
 
 docs/ring.md defines the terms, such as epoch (a membership of the run) and bucket (the memory of the gradients).
@@ -59,7 +59,7 @@ class ElasticDataParallel:
     list order.  In the state the models are named as in a ``torch.nn.ModuleList``, and the optimizers are numbered.
 
     Each step sums the gradients of ``microbatches`` microbatches, each exactly once, whichever workers die and when.
-    So the parameters equal the parameters of a run without failures, except for rounding.
+    So the parameters equal the parameters of a run without failures, except for rounding (other order of additions).
 
     ``state``: other objects that change from step to step (a scheduler); checkpoints and new workers get their states.
     ``before_update``: called on all workers between the sum of the gradients and the optimizer's step, for example to
@@ -68,10 +68,11 @@ class ElasticDataParallel:
     NumPy and torch; None if they must not be seeded.  With a seed, they are seeded before each update (from ``seed``
     and step), so that all workers draw equal numbers in update and loop.  They are also seeded before each microbatch
     (from ``seed``, step and microbatch), so that dropout does not depend on the worker.  ``verify_interval``: number of
-    steps between two comparisons of the workers' states; 0 for none.  If a worker's state differs from the majority's,
-    the worker fetches the majority's state; without a majority the run ends with exit code 12.  ``allow_seconds``: time
-    that a microbatch may take beyond the hang timeout (60 s) before its worker counts as hung.  ``compare_code``: True
-    to refuse a worker if its script or modules differ from the run's (rules: ``recover_megatron.program``).
+    steps between two comparisons of the workers' states, each before the next step's sum; 0 for none.  If a worker's
+    state differs from the majority's, the worker fetches the majority's state; without a majority the run ends with
+    exit code 12.  ``allow_seconds``: time that a microbatch may take beyond the hang timeout (60 s) before its worker
+    counts as hung.  ``compare_code``: True to refuse a worker if its script or modules differ from the run's (rules:
+    ``recover_megatron.program``).
 
     Workers need not begin with equal parameters: among the workers with the most completed steps, the worker with the
     lowest id sends its state to all others.  A process that joins a running job gets the state of the workers that
@@ -133,7 +134,7 @@ class ElasticDataParallel:
         """Status with which this worker joined the present epoch."""
         self._leading = Leading()
         self._summed: frozenset[int] = frozenset()
-        """Ids of the workers whose gradients were in the last sum."""
+        """Ids of the workers that took part in the last sum, with or without microbatches of their own."""
         self._uncaught = sys.excepthook
         sys.excepthook = self._ended_by
 
@@ -157,8 +158,8 @@ class ElasticDataParallel:
         """Run the next step; return when all live workers have finished it, and this worker has applied the update.
 
         Raises ``Fenced`` if this worker was evicted, and ``CoordinatorLost`` if the run ends (its ``code`` is the exit
-        code, 0 if the other workers have finished the run).  An error of ``microbatch`` is raised here, too; the other
-        workers continue unless they get the same error.  A call after an error exits the process.
+        code, 0 if the other workers have finished the run).  Raises the errors of ``microbatch``; other workers
+        continue unless this microbatch or error fails there, too.  A call after any other error exits the process.
         """
         began, epochs = time.perf_counter(), self._session.epoch
         if more := strange_parameters(self._optimizer, self._known):
@@ -218,9 +219,9 @@ class ElasticDataParallel:
 
         All workers must call ``lead`` after the same step, with the same function.  The leading worker calls the
         function at once; the other workers continue, and wait at their next sum, or in ``leave``.  If the leading
-        worker dies in the function, the next leading worker calls it again, before any worker's next update.  So
-        the function must not depend on later changes in the loop, and must not train.  ``name``: name for logs.
-        Raises the function's errors.  If this worker is no longer part of the run, the process exits as in ``run``.
+        worker dies before the next step is finished, the next leading worker calls the function, perhaps a second time,
+        before any worker's next update.  So it must not depend on later changes in the loop, and must not train.
+        ``name``: for logs.  Raises the function's errors; exits as ``run`` does if this worker is out of the run.
         """
         self._leading.add(function, name)
         if self.leads:

@@ -46,7 +46,7 @@ class Status:
     todo: int = 0
     """Number of functions passed to ``lead`` after step ``completed`` that the worker must call if it leads."""
     leaving: bool = False
-    """True if the worker has called ``leave``: it runs no further step, and waits until no worker needs its state."""
+    """True if the worker has called ``leave``: it runs no further step, and leaves when no worker needs it."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -74,7 +74,7 @@ class Status:
         return {"recover_megatron": program.VERSION, "the order of the parameters": order, **others, **parameters}
 
     def after(self, committed: int) -> Status:
-        """Return the worker's status after step ``committed``, which the worker may not have applied yet."""
+        """Return the worker's status after step ``committed``, the only step that it may not have applied yet."""
         if self.completed >= committed:
             return self
         return replace(self, completed=committed, digest="", ran=())
@@ -107,7 +107,7 @@ def latest_state(statuses: Mapping[int, Status], committed: int) -> LatestState 
 
 
 def odd_cover(statuses: Mapping[int, Status], at: LatestState) -> int | None:
-    """Return the first holder that trains other parameters than the holder with the lowest id; None if there is none.
+    """Return the first holder whose buckets have other parameters than the lowest holder's; None if there is none.
 
     Holders that joined before they applied the last step are ignored, since they may unfreeze layers after that step.
     """
@@ -134,6 +134,6 @@ def shares(
 
 @lru_cache(maxsize=1)
 def _everybodys(workers: tuple[int, ...], microbatches: int) -> dict[int, list[int]]:
-    """Return the shares of the second and later steps of an epoch; cached, since the computation takes up to 1 ms."""
+    """Return the shares of the second and later steps of an epoch; cached: takes up to 1 ms with many workers."""
     dealt = reassign(list(range(microbatches)), 1, workers, load=dict.fromkeys(workers, 0))
     return {worker: dealt[worker][0] for worker in workers}

@@ -38,7 +38,7 @@ class Leading:
         return ", ".join(name for name, _ in self._kept)
 
     def add(self, function: Callable[[], Any], name: str) -> None:
-        """Keep ``function`` until a step is finished.  ``name``: for messages; "" for the function's own name."""
+        """Keep ``function`` until it has surely returned.  ``name``: for messages; "" for the function's own name."""
         self._kept.append((name or getattr(function, "__name__", "lead"), function))
         self.calls, self.unfinished = self.calls + 1, True
 
@@ -60,7 +60,7 @@ class Leading:
             self._kept.pop(0)
 
     def forget(self) -> None:
-        """Drop all functions.  Called after a finished step, which shows that all functions have returned."""
+        """Drop all functions.  Called after a finished step: they have returned, and all workers have the state."""
         self._kept.clear()
         self.calls, self.unfinished = 0, False
 

@@ -66,7 +66,8 @@ class Passes:
     def gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
         """Add the gradient of microbatch ``j``; return its part of the step's loss.
 
-        Raises RuntimeError if the microbatch changed parameters or buffers, TypeError if its loss is no scalar tensor.
+        Raises TypeError if the loss is no scalar tensor.  Raises RuntimeError if the microbatch changed parameters or
+        buffers, or changed gradients outside ``backward=``, or if ``backward=`` is wrong (``check_backward``).
         """
         before, untrained = self._gradients.changes(), self._state.untrained()
         self._reads = True

@@ -37,7 +37,10 @@ def as_sent(part: object) -> Iterator[None]:
 
 
 def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
-    """Return ``id`` -> optimizer for ``part``, if it is an optimizer, and for all optimizers in its attributes."""
+    """Return ``id`` -> optimizer for ``part``, if it is an optimizer, and for all optimizers in its attributes.
+
+    An attribute may be an optimizer, or a list, tuple or dictionary of optimizers; an optimizer may wrap another one.
+    """
     if isinstance(part, torch.optim.Optimizer):
         found[id(part)] = part
     for value in list(getattr(part, "__dict__", {}).values()):
@@ -95,7 +98,7 @@ Contents = dict[Path, tuple[str, int]]
 
 
 def contents(tree: Any, path: Path = ()) -> Contents:
-    """Describe all values of ``tree``.  Equal trees have equal descriptions; a tuple is described like a list."""
+    """Describe all values of ``tree``.  Bit-equal trees have equal descriptions; a tuple is described like a list."""
     if isinstance(tree, torch.Tensor):
         small = tree.nbytes < _SMALL
         found = zlib.crc32(bytes_of(tree).cpu().numpy().data) if small else digest([tree])

@@ -159,7 +159,7 @@ def _cannot_be_sent(tree: Any) -> str:
 
 
 class Exchange:
-    """Sends this worker's state to other workers, or fetches their state.  ``host``: address of this worker's host."""
+    """Sends this worker's state to other workers, or fetches their state.  ``host``: address at which they reach it."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.store = PeerStoreServer(host, secret)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
-"""Function that sends a list of signed 64-bit integers to all members, and returns the lists of all members by rank."""
+"""Function that sends a list of signed 64-bit integers to all members, and returns all lists by rank; may block."""
 
 _MOST_NAMES = 5
 

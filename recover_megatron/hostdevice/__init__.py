@@ -48,7 +48,7 @@ else:
 
 
 class HostDeviceError(RuntimeError):
-    """Error: the wanted device cannot be used.  The message gives the reason and the remedy."""
+    """Error: the wanted device cannot be used or activated.  The message gives the reason and the remedy."""
 
 
 class CudaBroken(RuntimeError):

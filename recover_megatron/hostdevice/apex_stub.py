@@ -185,7 +185,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedLayerNormAffineFunction:
-    """Layer norm with the interface of apex's autograd function."""
+    """Layer norm with the interface of apex's autograd function; torch's autograd runs the backward pass."""
 
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[no-untyped-def]

@@ -3,7 +3,7 @@
     --context-parallel-size   the sequence is cut into 2 * (group size) chunks, and each worker has the queries of an
                               early and a late chunk, as in Megatron; keys and values are gathered over the group
     --multi-latent-attention  keys and values differ in width
-    packed sequences          a token sees only the earlier tokens of its own sequence
+    packed sequences          a token sees only tokens of its own sequence
 
 With --qk-clip or --log-max-attention-logit the largest logit of each head is saved in ``current_max_attn_logits``, as
 in Transformer Engine.  Other configurations use Megatron's own ``DotProductAttention``.  Parameters and checkpoints are
@@ -64,8 +64,8 @@ def visible(
         queries: [queries], position of each query.
         keys: number of keys; their positions are 0 .. keys - 1.
         causal: True if a query sees no keys at later positions.
-        window: (before, after), numbers of earlier and later positions that a query sees, -1 for all; None if
-            only ``causal`` applies.
+        window: (before, after), numbers of earlier and later positions that a query sees, -1 for all.  It is used
+            in place of ``causal``; None: ``causal`` is used.
         boundaries: boundaries of the queries' packed sequences (see ``sequences_of``); None if there is one sequence.
         of_keys: boundaries of the keys' packed sequences; None if equal to ``boundaries``.
     """

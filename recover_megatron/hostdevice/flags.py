@@ -48,13 +48,13 @@ def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str 
     """Return a rule that refuses ``flag`` because of ``why``; ``do`` is the remedy.
 
     ``file``: Megatron's file in which the run would fail.  ``when``: condition under which the flag is refused; None
-    if it is always refused.
+    if it is refused whenever it is given.
     """
     return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
 
 def _knows_documents(args: Any) -> bool:
-    """Return whether layers other than attention need to know in which document a token is."""
+    """Return whether parts of the model other than its attention need to know in which document a token is."""
     rotary = is_one_of("position_embedding_type", "rope", "yarn", "mrope")
     return has_layers("MG")(args) or rotary(args) or is_set("multi_latent_attention", "mtp_num_layers")(args)
 
@@ -131,7 +131,7 @@ RULES = [
     _out("--record-memory-history", "records CUDA memory", "training/utils/utils.py"),
     _out("--log-straggler", "reads the GPU's clock and power", "core/utils.py"),
 ]  # fmt: skip
-"""Refused flags.  With Megatron 0.19.2 on the host device, each of them made a run fail, or ignore --fp8-format."""
+"""Refused flags.  With Megatron 0.19.2 on the host device, each made a run fail; only --fp8-format was ignored."""
 
 
 def unsupported(args: Any) -> list[str]:

@@ -23,7 +23,7 @@ SUPPORTED = "0.18 to 0.19"
 
 
 class UnsupportedMegatron(RuntimeError):
-    """Error: Megatron differs from the version that a fix expects.  The message names the difference."""
+    """Error: Megatron differs from what a fix expects.  The message names the difference and supported versions."""
 
 
 @dataclass(frozen=True)

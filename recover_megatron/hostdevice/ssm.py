@@ -1,8 +1,8 @@
 """Recurrent layers in torch, which replace functions of mamba_ssm, causal_conv1d (Mamba 2) and fla (delta net).
 
-The functions have only the arguments that Megatron uses in training.  They compute in float32, or in float64 for
-float64 inputs; the output has the input's dtype.  Sequences that are packed into one row (``seq_idx``, ``cu_seqlens``)
-do not influence each other.
+The functions are written from the recurrences, and have only the arguments that Megatron uses in training.  They
+compute in float32, or in float64 for float64 inputs; the output has the input's dtype.  Sequences that are packed into
+one row (``seq_idx``, ``cu_seqlens``) do not influence each other.
 """
 
 from __future__ import annotations

@@ -62,12 +62,13 @@ class JoinStatus:
     last_step: tuple[int, int] = (0, 0)
     """(iteration, decision number) of the last training step that the worker has begun with its present state."""
     version: int | None = None
-    """Number of iterations whose updates are in the worker's parameters and optimizer state; None: no usable state."""
+    """Number of iterations whose updates are in the worker's parameters and optimizer state; None: not known yet, or
+    not usable."""
     digest: str = ""
     """Digest of the worker's state after ``version`` iterations; empty: not computed."""
     aside: bool = False
-    """True for a spare that was set aside.  If no newer state is left, all workers may go back to this spare's
-    state."""
+    """True for a spare that was set aside: alive, but late.  If no newer state is left, all workers may go back to this
+    spare's state."""
     pace: float = 0.0
     """Seconds per microbatch of the worker's replica, divided by those of the median replica; 0: not measured."""
     ready: bool = False
@@ -148,7 +149,7 @@ class Rollback:
 
     If this rollback replaces an earlier rollback that was not carried out, the number includes the iterations
     counted in the earlier one.  If no live worker knows the last iterations, the number is estimated from the last
-    heartbeats of the lost workers.
+    heartbeats of the lost workers; iterations after these heartbeats are not counted.
     """
     committed: bool = False
     """True if ``lost`` includes the iteration that was under way when the state was lost: its step was committed, but
@@ -214,7 +215,8 @@ class Beyond:
     committed: int = 0
     """Number of the last committed decision; members that were set aside may not know it."""
     seen: int = 0
-    """Newest iteration reported by workers that were lost after the previous epoch; 0: no worker was lost."""
+    """Newest iteration reported by members of the previous epoch that were lost or set aside since then; 0: no such
+    member."""
     aside: bool = False
     """True if some workers are set aside and may come back with their state."""
 
@@ -228,7 +230,8 @@ class Decision:
     """Replica, ascending -> its workers by position."""
     spares: tuple[int, ...]
     iteration: int = 0
-    """Newest iteration that any member reports; with a rollback, the iteration after ``rollback.iteration``."""
+    """Newest iteration that any member reports; at least ``Beyond.seen`` if no member has begun the last committed
+    decision.  With a rollback: the iteration after ``rollback.iteration``."""
     checkpoint: str = ""
     """Last checkpoint known to the members that report the newest iteration, as text."""
     at: int = 0
@@ -245,7 +248,7 @@ class Decision:
     version: int | None = None
     """Version of the state with which the fresh replicas begin."""
     rollback: Rollback | None = None
-    """Rollback that restores the run's lost state; None: the state is not lost, or cannot be restored."""
+    """Rollback that restores the run's lost state; None: the state is not lost, or cannot be restored in this epoch."""
     undone: int = 0
     """Value that all members report as ``JoinStatus.undone`` until a rollback is carried out; 0: no rollback is
     pending."""
@@ -254,8 +257,8 @@ class Decision:
     before: Timeline = (0, 0)
     """Newest timeline in the statuses from which this decision was computed."""
     same_as: int = -1
-    """Epoch of the earlier timeline whose states remain usable, because ``timeline`` began with them (``HELD``); -1: no
-    earlier state is usable."""
+    """Epoch of the earlier timeline whose states of iteration ``timeline[1]`` remain usable, because ``timeline`` began
+    with these states, without loading any (``HELD``); -1: no earlier state is usable."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Newest checkpoints that any member knows, newest first."""
     copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -263,7 +266,7 @@ class Decision:
     kept: CompleteSnapshot | None = None
     """The newest complete snapshot of the timeline ``before``; None: no snapshot is complete."""
     covered: bool = False
-    """True if the snapshot ``kept`` is complete on the workers in ``copies``: each of these holds its part."""
+    """True if every worker that ``copies`` names for a part holds this part of ``kept``."""
     snapshot_interval: int = 0
     """Iterations between two snapshots."""
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -7,7 +7,8 @@ own host     this host or device has a fault                 ``is_own``; the wor
 CUDA context CUDA has failed in this process                 ``is_of_device``; the worker exits soon, even if it is
                                                              an orphan or a call hangs (``exit_soon``)
 any other    this worker or the training code is at fault    no test; the worker exits and reports ``signature``; the
-                                                             run ends if other workers report the same signature
+                                                             coordinator ends the run if another replica reports the
+                                                             same error in the same work, or two report other errors
 
 An ``InStepError`` makes a worker leave the training before its end.
 """
@@ -37,7 +38,7 @@ EXIT_REFUSED = 2
 
 
 class Orphaned(InStepError):
-    """Raised when this worker's replica is broken, because another worker of the replica is lost.
+    """Raised when this worker loses its place, usually because another worker of its replica is lost.
 
     This worker then leaves the training and waits for a place.
     """
@@ -50,7 +51,8 @@ class NoReplica(InStepError):
 
 
 class WrongGradients(Disagreement):
-    """Raised after a forward and backward pass if this worker has added wrong gradients to the buckets."""
+    """Raised after a forward and backward pass if the gradients that this worker has added to the buckets are not those
+    of its microbatches."""
 
 
 class StateLost(InStepError):
@@ -100,7 +102,7 @@ class CheckpointFailed(InStepError):
     """Raised if a checkpoint cannot be written.
 
     ``own``: True if only this worker is at fault.  ``to_folder``: True if the checkpoint's folder cannot be written;
-    then no traceback is logged.
+    then the message is enough, so the traceback is not printed by default.
     """
 
     def __init__(self, message: str, *, own: bool, to_folder: bool = False) -> None:

@@ -26,9 +26,9 @@ class Hooks(Protocol):
 
     Methods whose docstring says so are called in the main thread only.  All other methods may also be called in the
     session's or the spare's thread.  They must be quick.  They must not wait for other workers, nor call a method of
-    the manager that waits.
+    the manager that meets other workers.
 
-        a model-parallel peer is lost, or this worker is evicted    abort_replica
+        this worker loses its place, or is out of the run           abort_replica
         this worker joins an epoch                                  version, state_of, last_step, checkpoints,
                                                                     last_checkpoint, iteration
         ... at a boundary where states are compared                 digest
@@ -43,9 +43,9 @@ class Hooks(Protocol):
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         """Abort all communication inside this worker's replica: pending operations on this worker raise an error.
 
-        ``all_heard``: function that waits until all workers know that the epoch is over.  Abort NCCL operations only
-        after this function has returned, since an abort may look like a success to other members
-        (``collectives.epoch``).
+        ``all_heard``: function that waits until all workers know that the epoch is over; the session's thread must not
+        call it.  Abort NCCL operations only after this function has returned, since an abort may look like a success to
+        other members (``collectives.epoch``).
         """
 
     def planned(self, decision: Decision) -> None:
@@ -75,16 +75,17 @@ class Hooks(Protocol):
         """Return the epoch of the timeline to which this worker's state belongs (``decision.Timeline``)."""
 
     def digest(self) -> str:
-        """Return a digest of the state, equal for equal states in a column; empty if it was not computed.
+        """Return a digest of the state; empty if it was not computed.
 
-        Called in the main thread.
+        Two workers of a column have equal digests if and only if their states are equal.  Called in the main thread.
         """
 
     def last_step(self) -> tuple[int, int]:
         """Return (iteration, decision number) of the last training step begun with the present state; (0, 0): none."""
 
     def checkpoints(self) -> tuple[Sequence[Checkpoint], Collection[int]]:
-        """Return the complete checkpoints known to this worker, and the iterations of those that it failed to load."""
+        """Return the complete checkpoints known to this worker to which the run can go back, and the iterations of the
+        checkpoints that this worker failed to load."""
 
     def last_checkpoint(self) -> str:
         """Return the last checkpoint that this worker knows, as text for messages."""
@@ -101,8 +102,8 @@ STORAGE_SECONDS = 3600.0
 """Seconds, in addition to the hang timeout, for which reading or writing a checkpoint may move no byte."""
 LOOK_SECONDS = 1.0
 LEAST_BYTES = 1 << 16
-"""Least number of bytes, read or written between two checks, that count as progress.  The messages of a
-worker cause fewer bytes."""
+"""Least number of bytes, read or written between two checks, that count as progress.  The checks themselves, and a
+worker's messages, cause fewer bytes."""
 
 T = TypeVar("T")
 
@@ -121,8 +122,8 @@ class ProgressReports:
     microbatch: int | None = field(default=None, init=False)
     """The microbatch that this worker has begun last."""
     tried: set[int] = field(default_factory=set, init=False)
-    """Microbatches of the present step that this replica has begun, as far as this worker knows; empty after the
-    step."""
+    """Microbatches of the present step that this replica has begun, as far as this worker knows; empty once the
+    step is committed."""
     phase: str = field(default="", init=False)
     """The phase of this worker's last mark."""
     _warm: bool = field(default=False, init=False)
@@ -160,7 +161,7 @@ class ProgressReports:
             self._session.wait_lost((), threading.TIMEOUT_MAX)
 
     def allow_first_decision(self) -> None:
-        """Allow this worker ``FIRST_SECONDS`` between marks again, until its next decision ends.
+        """Allow this worker ``FIRST_SECONDS`` more between marks, until its next decision ends.
 
         In this decision a worker that joined late compiles its kernels, while its model-parallel peers wait for it.
         """
@@ -289,7 +290,7 @@ class Announcements:
     # ---- the main thread
 
     def close_repeats(self) -> None:
-        """Close the groups in which operations were repeated, because a new epoch has begun."""
+        """Close the groups in which operations were repeated, because their rendezvous is over."""
         with self._news:
             repeats, self._repeats = self._repeats, None
         if repeats is not None:

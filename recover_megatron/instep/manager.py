@@ -7,14 +7,16 @@ update its parameters.  Everything else that workers do together (an evaluation,
 worker is lost during a section, the remaining workers run the section again from the beginning.
 
 The caller has a few duties.  First, pass a ``Hooks`` object (`hooks`).  Unless its docstring says "in the main
-thread", a method of this object may be called in any thread at any time, so it must be quick and must wait for no
-worker.  Then call, in the thread that trains (the main thread; other threads may call only the methods that say so)::
+thread", a method of this object may also be called in other threads, at any time, so it must be quick and must wait for
+no worker.  Then call, in the thread that trains (the main thread; other threads may call only the methods that say
+so)::
 
     start                          once: all workers of the launch join the first epoch; a death before that ends the
                                    run.  (A worker without a slot at launch calls ``wait_for_place`` instead.)
     for each iteration:
         at_boundary                new workers join here
-        step                       pass your microbatches' gradients; after ``step`` has returned, update the parameters
+        step                       pass your microbatches' gradients; update the parameters only after ``step`` has
+                                   returned
         section                    run any other work that needs workers of other replicas; all workers must run the
                                    same sections in the same order
     finish                         once: the training is over for this worker
@@ -147,7 +149,8 @@ class Manager:
     ) -> Any:
         """Run a section: call ``run`` on all workers; call it again if a worker is lost; return the result.
 
-        :param run: function that is called again after an interruption, so a second call must not double its effects
+        :param run: function that is called again after an interruption; a call after ``reset`` must not double effects
+            of an interrupted call
         :param reset: function that undoes effects of an interrupted ``run`` before the next call.  Tensors that
             collectives overwrote are restored in any case
         :param together: True if the workers of a replica wait for each other in ``run``, and so must all call it
@@ -206,7 +209,7 @@ class Manager:
         self._parts.orphan.stay()
 
     def wait_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Wait until the coordinator has answered this worker within the last heartbeat timeout.
+        """Wait until the coordinator has answered a message that is less than a heartbeat timeout old.
 
         Usually returns at once; may be called from any thread.  Call it before an action that an evicted worker must
         not perform: a worker does not notice its eviction while its process is suspended.  Raises ``Fenced`` or

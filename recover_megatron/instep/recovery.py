@@ -33,7 +33,7 @@ class Worker:
 
     id: int
     slot: Slot | None
-    """Slot of the worker at launch; None: the worker has no place at launch."""
+    """Slot of the worker at launch; None: the worker was started later, so it has no place yet."""
     node: str = ""
     """Name of the worker's host."""
     domains: Sequence[str] = ()
@@ -220,8 +220,10 @@ class Blame:
         return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
 
     def left(self, recovery: Recovery) -> None:
-        """Count an error as unexplained, unless a model-parallel peer is lost; this worker has left the training
-        because of this error."""
+        """Count the error for which this worker left the training as unexplained, unless a model-parallel peer is lost.
+
+        Call it after ``Orphan.replica_failed``, which waits for the report of a death.
+        """
         iteration = recovery.hooks.iteration()
         if self._iteration != iteration:
             self._iteration, self._unexplained = iteration, 0

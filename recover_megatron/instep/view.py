@@ -46,7 +46,8 @@ class View:
     section: str
     """The kind of the section under way, or of the last one; empty: there was none."""
     joining_next: bool
-    """True if other workers have begun the next step, or if some workers must receive a state when they begin it."""
+    """True if other workers have begun the next step, or if fresh replicas begin with it (they may have no state
+    yet)."""
     verifying: bool
     """True if states are compared before the step of this iteration."""
     in_section_of_others: bool
@@ -59,7 +60,7 @@ class View:
     counted_on: frozenset[int]
     """Members of the open rendezvous or, if none is open, of the last epoch."""
     set_aside: frozenset[int]
-    """Live workers that were set aside; their state can still be requested."""
+    """Live workers that were set aside as late; their state can still be requested."""
     lost: Failure | None
     """The workers found missing at the last rendezvous in which this worker took part; None: no worker was missing."""
     whereabouts: Mapping[int, LostWorker]
@@ -69,7 +70,7 @@ class View:
 
     @property
     def started(self) -> bool:
-        """True after this worker has joined the first epoch; a death before that ends the run."""
+        """True after this worker has taken its first place.  A death before the first epoch ends the run."""
         return self.plan is not None
 
     @property

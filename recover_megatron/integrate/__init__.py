@@ -32,7 +32,7 @@ Wrapper = Callable[[Function], Function]
 
 
 def misfit(owner: Any, name: str, parameters: Sequence[str], *, named: Sequence[str] = ()) -> str | None:
-    """Return why the function ``owner.name`` does not have the expected parameters, as text; None if it has them.
+    """Return a text that explains why ``owner.name`` is not as expected; None if it has the expected parameters.
 
     ``parameters``: the names with which its parameter list must begin, in order; ``named``: names that the list must
     contain at any place.  Additional parameters, as in a later version, are accepted.
@@ -56,8 +56,8 @@ def unlike(where: str, found: Sequence[str], parameters: Sequence[str], named: S
 def wrap(owner: Any, name: str, parameters: Sequence[str], wrapper: Wrapper, supported: str) -> Function:
     """Replace ``owner.name`` by ``wrapper(owner.name)`` and return the original.
 
-    Raises UserError if the function does not have the expected ``parameters``: its meaning may have changed, and
-    wrapping it could break the invariant silently.  ``supported``: the supported versions, for the error's text.
+    Raises UserError if the function does not have the expected ``parameters``.  Its meaning may then have changed, so
+    wrapping it could break the invariant silently.  ``supported``: names of the supported versions, for the error.
     """
     if reason := misfit(owner, name, parameters):
         raise UserError(f"--recover: {reason} ({supported})")
@@ -68,7 +68,7 @@ def wrap(owner: Any, name: str, parameters: Sequence[str], wrapper: Wrapper, sup
 
 @dataclass(frozen=True)
 class Seam:
-    """Function of a loop that fills a role."""
+    """Function with which a loop fills a role."""
 
     module: str
     """Module in which the loop looks the function up: the calling module, if it imports the function by name."""
@@ -81,12 +81,12 @@ class Seam:
     adapt: Callable[[Wrapper], Wrapper] | None = None
     """Function that converts a wrapper for the role's parameters into one for this function; None if none is needed."""
     optional: bool = False
-    """True if some supported versions of the loop lack the function or its class; it is then not wrapped."""
+    """True if some supported versions lack the function (of a method: its class); nothing is wrapped in them."""
     formerly: str = ""
     """Name that the method's class has in older versions; empty if the class has the same name there."""
 
     def owner(self) -> Any:
-        """Import the module; return it, or for a method its class; None if the module or class does not exist."""
+        """Import the module; return it, or a method's class.  Return None if the module or class does not exist."""
         try:
             found = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -111,9 +111,9 @@ class Seam:
         return (owner := self.owner()) is not None and bool(self._class or getattr(owner, self.name, None))
 
     def misfit(self) -> str | None:
-        """Return why the function is missing or has unexpected parameters, as text.
+        """Return a text that explains why the function is missing or has unexpected parameters.
 
-        Returns None if it has the expected parameters, or is optional and does not exist.
+        Returns None if the function has the expected parameters, or is optional and not ``present``.
         """
         if (owner := self.owner()) is None:
             what = f"{self.module}.{self._class}" if self._class else f"module {self.module}"
@@ -123,10 +123,10 @@ class Seam:
         return misfit(owner, self._function, self.parameters, named=self.named)
 
     def wrap(self, wrapper: Wrapper, supported: str) -> None:
-        """Replace the function by its wrapper; do nothing if it is optional and does not exist.
+        """Replace the function by its wrapper; do nothing if it is optional and not ``present``.
 
         ``wrapper`` accepts the role's parameters.  Raises UserError if the function has unexpected parameters;
-        ``supported``: the supported versions, for the error's text.
+        ``supported``: names of the supported versions, for the error.
         """
         if self.optional and not self.present:
             return
@@ -140,7 +140,7 @@ class Role:
 
     name: str
     parameters: tuple[str, ...]
-    """Names of the first parameters of the function."""
+    """Names of the first parameters of the wrapper; ``Seam.adapt`` is needed for a function with other parameters."""
     when: str
     """Text for the docs: when the loop calls the function, and what the function returns, if anything."""
     required: bool = True
@@ -162,8 +162,8 @@ ROLES = (
         "train",
         ("forward_step_func", "model", "optimizer", "scheduler", "train_data", "valid_data"),
         "once, for all iterations; again if this worker has lost its place and gets another one. The first iteration "
-        "is ``args.iteration`` + 1, the operations so far are ``args.num_floating_point_operations_so_far``. It may "
-        "call ``sys.exit()`` if a flag or a signal asks it to stop; any other call of ``sys.exit()`` is an error",
+        "is ``args.iteration`` + 1; the FLOPs before it are ``args.num_floating_point_operations_so_far``. The loop "
+        "may call ``sys.exit()`` if a flag or a signal asks it to stop; any other call of ``sys.exit()`` is an error",
     ),
     Role(
         "train_step",
@@ -192,12 +192,12 @@ ROLES = (
     Role(
         "checkpoint_folder",
         ("checkpoints_path", "iteration", "release"),
-        "within save: returns the checkpoint's folder, also with ``return_base_dir``; each attempt has a new folder",
+        "within save: returns the checkpoint's folder, also with ``return_base_dir``; a new one in each save attempt",
     ),
     Role(
         "written",
         ("path",),
-        "within save, by rank 0, after all ranks have written: the attempt's folder gets the checkpoint's name",
+        "within save, by rank 0, after all ranks have written: recovery then gives the folder its final name",
     ),
     Role("schedule_save", ("async_request",), "within save: begins an asynchronous save", required=False),
     Role("saved", ("checkpoint_path",), "within save: reports the folder to other programs", required=False),
@@ -207,7 +207,7 @@ ROLES = (
         "within save: returns a list of the random number states of all replicas, or an object that contains the list",
         required=False,
     ),
-    Role("load", (), "before the training: reads a checkpoint; returns its iteration and the operations so far"),
+    Role("load", (), "before the training: reads a checkpoint; returns its iteration, and the FLOPs until then"),
     Role("loaders", (), "before the training: builds all loaders; asks rank 0 whether there is data"),
     Role("progress_log", ("save_dir", "string", "barrier"), "appends a line to the job's log", required=False),
     Role("throughputs", (), "after a checkpoint: reads the job's log, and appends a line", required=False),
@@ -216,7 +216,7 @@ ROLES = (
     Role("parameters_norm", ("model",), "computes the norm of all parameters", required=False),
     Role("sequence_lengths", (), "adds up the lengths of packed sequences over replicas", required=False),
 )
-"""All roles, in the order of a run."""
+"""All roles, grouped by the part of a run in which the loop calls their functions."""
 
 
 INTERFACE = 1
@@ -238,7 +238,10 @@ class Services(Protocol):
         """Return the floating-point operations (forward and backward) for ``samples`` samples of full length."""
 
     def finish_saves(self) -> None:
-        """Complete the pending asynchronous checkpoints before returning; all workers call this together."""
+        """Complete the pending asynchronous checkpoints before returning.
+
+        The workers of all replicas call this together.
+        """
 
     def forget(self) -> None:
         """Drop the loop's global state; called before this worker builds another model, for another position."""

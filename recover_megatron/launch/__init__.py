@@ -19,8 +19,8 @@ Modules, from the outside in::
         states                      the states of workers and of the launch: pure
         loop                        one selector: pipes, pidfds, signals, timers, calls from other threads
         worker_table                the workers' records and processes, and their shutdown
-        processes, exec_worker      start a process that dies with the launcher; find and kill its descendants
-        dying                       notices that a worker is dying, and why, before the worker's process has ended
+        processes, exec_worker      start processes that die with the launcher; find and kill their descendants
+        dying                       notices early, before a worker's process has ended, that it is dying, and why
         reaper                      a process that kills the workers if the launcher is killed, and reads their output
                                     while the launcher is stopped
         successors                  workers that are started during the run; newcomers that are too late
@@ -28,8 +28,8 @@ Modules, from the outside in::
         log_folder                  files in the log folder: the lock, workers.json, the secret, the logs
     device_test                     the test of a replacement's device
     nodes/
-        control_plane               the launcher's session with the job's coordinator
-        hosted                      processes next to the workers: candidate coordinators, metrics exporter
+        control_plane               the launcher's session with the run's coordinator
+        hosted                      processes next to the workers: candidate coordinators; exporter (metrics, events)
         leasing                     the lease and the witness of the candidates
         peers, host, guest          the messages between the launchers of the nodes
         store                       the torch TCPStore, its socket, and the authentication of its values

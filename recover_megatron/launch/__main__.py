@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line ``argv`` (default: the arguments of this process) and end the process with its exit code."""
-    # Until the supervisor handles SIGINT, Ctrl-C ends the process without a traceback: no worker has been started yet.
+    # No worker runs until the supervisor handles SIGINT, so Ctrl-C may simply end the process, without a traceback.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from recover_megatron.variables import FIRST_START_VARIABLE
 
     attempt = take_attempt()
-    if not attempt:  # the variable may come from another run, a worker of which started this launcher
+    if not attempt:  # this launcher may have inherited the variable from a worker of another run
         os.environ.pop(FIRST_START_VARIABLE, None)
     code = run_guarded(sys.argv[1:] if argv is None else argv, attempt, take_left_out())
     if code == START_AGAIN:

@@ -43,7 +43,7 @@ log = get_logger(__name__)
 
 
 def run_guarded(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
-    """Open missing standard streams, then call ``run``; log an unexpected exception as a bug of recover-run."""
+    """Open closed standard streams, then call ``run``; log an unexpected exception as a bug of recover-run."""
     _open_standard_streams()
     try:
         return run(argv, attempt, without)
@@ -135,7 +135,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     reserved: socket.socket | None = None
     reason: str | None = None
     several = options.nnodes > 1 or options.join
-    outside = _elsewhere(options)  # a login node is not part of the run: it lacks the run's addresses and secrets
+    outside = _elsewhere(options)  # a login node, on which --check may run, lacks addresses and secrets
     if several and not outside:
         reasons += _check_secret(options)
         reason = None if reasons else _await_others(options, options.rendezvous_timeout)
@@ -165,13 +165,13 @@ def _here(options: arguments.Options) -> int:
 
 
 def _limits(options: arguments.Options) -> preflight.Limits | None:
-    """Compare the limits of this host (open files, processes) with its workers' needs; None if no needs are known."""
+    """Compare this host's limits (open files, processes) with its workers' needs; return None if these are unknown."""
     world = options.world_size if options.join else options.nnodes * options.nproc_per_node
     return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
 
 
 def _await_others(options: arguments.Options, seconds: float) -> str | None:
-    """Wait at most ``seconds`` until the names of the run's hosts can be resolved; return the reason if they cannot."""
+    """Wait at most ``seconds`` until the needed hosts' names can be resolved; return the reason if they cannot."""
     if not options.join:
         return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
     if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
@@ -279,7 +279,7 @@ def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None
         other = FolderLock(folder.resolve(), own_claim, log.info, option, needed=False)
         if not (reason := _hold(other, plan)):
             others.append(other)
-        elif not plan.joins:  # --join is not refused: the lock file may give another address of the run's store
+        elif not plan.joins:  # --join is not refused: the lock may be of the same run, under another address
             _refuse(others, other, plan, reason)
     if lock and (reason := _hold(lock, plan)):
         _refuse(others, lock, plan, reason)

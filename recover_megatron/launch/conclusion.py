@@ -29,21 +29,21 @@ from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
 
 OWN_END_SECONDS = 3.0
-"""Seconds from a worker's exit with an error to the stop of the other workers, in which they can report the error."""
+"""Seconds between a worker's exit with an error and the stop of the others, which can report errors meanwhile."""
 REFUSED_SECONDS = 15.0
-"""Seconds from the refusal of a worker to the stop of the other workers, in which they can report further reasons."""
+"""Seconds between a worker's refusal and the stop of the others, which can report further reasons meanwhile."""
 TELL_SECONDS = 3.0
 """Seconds that a launcher waits before it ends the launch because of a worker lost on another node: the launcher of
 that node knows the cause and should report it first."""
 START_GRACE_SECONDS = 2.0
-"""Seconds from SIGTERM to SIGKILL before the training has begun: the workers have nothing to save yet."""
+"""Seconds from SIGTERM to SIGKILL before the training has begun; few, because the workers have nothing to save yet."""
 ASK_SECONDS = 2.0
 """Longest time to wait, in seconds, until the coordinator answers whether the first plan exists."""
 
 
 @dataclass(eq=False)
 class StartUp:
-    """Start of a run, which needs all workers: ends or repeats the launch if one is lost before the training has begun.
+    """Ends or repeats the launch if a worker is lost before the training has begun: until then, all are needed.
 
     ::
 
@@ -62,7 +62,8 @@ class StartUp:
     Until the coordinator has made the first plan, the workers wait for each other in torch's store and in barriers of
     gloo and NCCL, where they would wait minutes for a dead worker.  So the first process that notices a loss ends the
     launch: a launcher notices the end of its workers, the coordinator notices a closed connection, and node 0 notices a
-    lost launcher.  Without a coordinator there is never a plan, so any loss ends the launch.
+    lost launcher.  Nothing was trained yet, so no work is lost.  Without a coordinator there is never a plan, so any
+    loss ends the launch.
     """
 
     _loop: EventLoop
@@ -261,7 +262,7 @@ class Conclusion:
         outcomes = [
             outcome
             for outcome in self._table.outcomes
-            # A newcomer that was refused has left, too, but its exit code is no error of the run.
+            # A refused newcomer has also left the run normally, but its exit code is no error of the run.
             if outcome.worker_id in left and (outcome.worker_id < plan.world_size or outcome.exit_code != REFUSED)
         ]
         return exit_code_after(outcomes, only_node=plan.nnodes == 1 and not plan.joins)

@@ -4,8 +4,9 @@
       |----any other end--> failed; the error is the last line that the test printed
       '----time is over---> killed, failed
 
-No test is run on the host device (CPU) or without ``--max-restarts``.  The default test program is ``main`` of this
-module, which needs torch.  ``DeviceTests`` starts the test program from the launcher and needs no torch::
+Without ``--max-restarts``, no test is run; on the host device (CPU), only a test that the user names
+(``--device-test``).  The default test program is ``main`` of this module, which needs torch.  ``DeviceTests`` starts
+the test program from the launcher and needs no torch::
 
     python -m recover_megatron.launch.device_test      tests the device of local rank LOCAL_RANK
 
@@ -143,7 +144,7 @@ class DeviceTests:
     _loop: EventLoop
     _command: tuple[str, ...]
     _seconds: float
-    """Time limit of one test."""
+    """Time limit of one test, in seconds."""
 
     def begin(self, environment: Mapping[str, str], then: Callable[[str], None]) -> None:
         """Start the test of a worker's device; when it ends, call ``then`` with the error (empty: the test has passed).
@@ -179,7 +180,7 @@ def _last_line(output: IO[bytes]) -> str:
 
 
 def main() -> int:
-    """Test the device of LOCAL_RANK and print the error, if any.  Return the exit code: 0 if the device is healthy."""
+    """Test the device of LOCAL_RANK and print the error, if any.  Return the exit code: 0 if no error was found."""
     if wrong := examine(int(os.environ.get("LOCAL_RANK", "0"))):
         print(wrong, flush=True)
         return 1

@@ -173,7 +173,7 @@ def late(worker: WorkerProcess) -> str:
 
 NO_PROCESS_GROUP = (
     "a worker that was not launched with the run cannot call torch.distributed.init_process_group() together with the "
-    "other workers: remove that call from a script of the library, or create a group of one process (docs/integrate.md)"
+    "other workers: remove the call from the script, or create a group of one process (docs/integrate.md)"
 )
 
 

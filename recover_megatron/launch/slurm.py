@@ -5,7 +5,7 @@
     SLURM_JOB_ID, SLURM_STEP_ID                 the step, which determines the ports
     SLURM_STEP_NODELIST  n[1-3,7],gpu-a[01-04]  the step's nodes, in SLURM's order
     SLURM_NODEID                                this node's index among the step's nodes
-    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task per node: it is recover-run; several tasks: each is a worker
+    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         if a node has one task, it is recover-run; if several, each is a worker
 
 ``step_of`` is a pure function of these variables, so all nodes agree on the result without communication.  A node's
 address is its name, if the network can resolve it, else the NodeAddr that SLURM uses.

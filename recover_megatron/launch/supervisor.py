@@ -69,7 +69,7 @@ class Supervisor:
         self._inherited = inherited
         self._state = LaunchState.STARTING
         self._code: int | None = None
-        """Exit code if the launch was stopped by a signal, a failure or a refusal; None if it was not stopped."""
+        """Exit code if the launch was stopped (START_AGAIN before a new start); None if it was not stopped."""
         self._why = ""
         """Reason why the launch was stopped; empty if it was not stopped."""
         self._ended_by = ""
@@ -181,7 +181,7 @@ class Supervisor:
             self._late.run_over()
 
     def _join_run(self) -> None:
-        """Start the workers of a launcher with --join, or stop the launcher if no coordinator was reached in time."""
+        """Start the workers of a launcher with --join, or stop it if the run has ended or no leader answered."""
         if self._state is not LaunchState.STARTING:
             return
         if not self._control.agent.led and (end := self._control.found_ended):
@@ -284,15 +284,15 @@ class Supervisor:
             self._late.run_over()
 
     def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
-        """Return whether to log the end of ``worker``; False if it finished normally or this launcher stopped it."""
+        """Return whether to log the end of ``worker``; usually False if it finished or this launcher stopped it."""
         if worker.state is WorkerState.FINISHED:
-            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron leaves helper processes behind
+            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron's helpers are no news
         victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was logged
         ordered = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
         return not ordered and not self._late.already_logged(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:
-        """Start a replacement worker, whose device has passed its test if there is one.  Raises OSError."""
+        """Start a replacement worker; its device has passed the test, if a test is configured.  Raises OSError."""
         if self._state is LaunchState.RUNNING:
             self._start_worker(worker)
 
@@ -337,7 +337,8 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """End the launch; on several nodes, first wait for the end of the run, which may need this node's candidate."""
+        """End the launch; on several nodes, first wait for the end of the run, which decides the exit code and may need
+        this node's candidate."""
         if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
@@ -385,7 +386,7 @@ class Supervisor:
         return self._state is LaunchState.RUNNING and self._control.under_way
 
     def store_failed(self, reason: str) -> None:
-        """Stop the launch because the store failed.  If the training, which needs no store, has begun, only log it."""
+        """Stop the launch because the store failed.  After the training has begun, log the failure instead."""
         if self._control.under_way:
             self._console.say(f"{reason}; the workers continue, but no new worker can join the run")
         else:
@@ -406,7 +407,7 @@ class Supervisor:
             self._own_workers_ended()
 
     def _give_up(self) -> None:
-        """End the launch although workers that are blocked in the kernel survive SIGKILL; record them as killed."""
+        """End the launch although workers blocked in the kernel survive SIGKILL; workers.json lists them as killed."""
         if self._state is LaunchState.STOPPING:
             self._end()
 
@@ -443,7 +444,7 @@ class Supervisor:
         if code == START_AGAIN:
             if starts := [worker.started for worker in self._table.all if worker.started is not None]:
                 os.environ.setdefault(FIRST_START_VARIABLE, str(min(starts)))
-            self._loop.give_back_signals()  # from now on a signal terminates this process: no worker is left
+            self._loop.give_back_signals()  # from now on a signal terminates this process, which has no workers
             code = self._code or code  # ``stop_asked`` has changed the code if a signal has just arrived
         self._loop.close()
         return code

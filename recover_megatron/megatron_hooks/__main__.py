@@ -1,4 +1,4 @@
-"""``python -m recover_megatron.megatron_hooks [-m] SCRIPT [ARGUMENTS...]``: run a script that accepts --recover."""
+"""``python -m recover_megatron.megatron_hooks [-m] SCRIPT [ARGUMENTS...]``: run a Megatron script with --recover."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Arithmetic on Megatron's flags: ranks per replica, batch sizes, and the layout of the optimizer's state."""
+"""Arithmetic on Megatron's flags: ranks per replica, batch sizes, and the layout of the optimizer's state.
+
+It uses no state of Megatron, so Megatron need not be initialized.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def inner_ranks_of(args: Any, world: int) -> int:
 
 
 def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) -> list[int]:
-    """Return the sizes, in samples, of the batches that this launch has yet to train, one per schedule entry.
+    """Return the sizes, in samples and in order, of the batches that this launch still trains, one per schedule entry.
 
     The run has already trained ``consumed`` samples in ``iteration`` steps.  Megatron need not have validated ``args``.
     The list is empty if Megatron will refuse the arguments, or if the run resumes a batch size schedule and

@@ -1,6 +1,6 @@
 """Detection of the installed Megatron (wheel or checkout), and list of Megatron-Core's wrapped functions (``SEAMS``).
 
-``recover_megatron.integrate`` lists the wrapped functions of the training loop.
+Functions of a training loop are wrapped by their roles (``recover_megatron.integrate``).
 """
 
 from __future__ import annotations

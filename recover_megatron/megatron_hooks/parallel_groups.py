@@ -4,8 +4,8 @@ torch.distributed.init_process_group     creates the default group, an EpochGrou
 parallel_state.create_group              creates an EpochGroup if the group spans several replicas, otherwise a
                                          SwappableGroup, which is registered in ModelParallelGroups
 torch.distributed.new_group              the same as create_group, for groups that other code creates
-a new plan                               renumbers the n occupied slots as global ranks 0 .. n-1, so that Megatron still
-                                         has a rank 0, which prints, and a last rank, which logs.  The sizes in
+a new plan                               renumbers the n occupied slots as global ranks 0 .. n-1, without gaps: rank 0
+                                         prints, the last rank logs, and ranks 0 .. n-1 write checkpoints.  The sizes in
                                          Megatron's arguments keep their values from the launch
 log_utils.safe_get_world_size            returns the launch's size, so that Megatron attributes all lines of its
                                          progress log to one job
@@ -86,7 +86,8 @@ AVERAGED = (
 )  # fmt: skip
 """All-reduce by which some loss functions (BERT's) average the loss of one microbatch over data-parallel ranks.
 
-`trainer` and `evaluation` compute the mean over all microbatches from each worker's own losses instead.""" ""
+The result is a sum, which the loss function divides by the size of the group.  `trainer` and `evaluation` compute the
+mean over all microbatches from each worker's own losses instead.""" ""
 
 
 def is_averaged(caller: Caller) -> bool:
@@ -133,7 +134,7 @@ class Groups:
         self._profiled: list[int] = []
         """Ranks of --profile-ranks, as numbered at launch; empty if Megatron profiles all ranks or none."""
         self._creating = False
-        """True while ``_create_group`` runs Megatron's ``create_group``, which calls the original ``new_group``."""
+        """True while ``_create_group`` calls the original function, whose calls of ``new_group`` are not replaced."""
 
     def install(self, loop: Loop) -> None:
         """Wrap Megatron's functions that create groups; raises UserError if their signatures are unknown."""
@@ -236,7 +237,10 @@ class Groups:
         return create_group
 
     def _new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``new_group``: groups that a script creates are replaced in the same way as Megatron's groups."""
+        """Wrap ``new_group``: groups that a script creates are replaced in the same way as Megatron's groups.
+
+        `traffic` checks each use of a group over several replicas.
+        """
         make = self._create_group(original, "new_group")
 
         def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -293,11 +297,14 @@ class Groups:
         self.traffic.mode = Mode.OPEN
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Return the context of a training step, in which operations of ``KNOWN`` send nothing."""
+        """Return the context of a training step, in which operations of ``KNOWN`` send nothing.
+
+        The step itself does the communication between replicas.
+        """
         return self.traffic.during(Mode.STEP)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Return the context of a section that, after a loss, runs to its end before it is repeated."""
+        """Return the context of a section that, if the epoch ends in it, runs to its end and is then repeated."""
         return self.traffic.during(Mode.DEFERRED)
 
     @contextmanager

@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--witness-fd", type=int, metavar="FD", help="with --lease: FD of a JSON file with the witness's kind and nodes"
     )
     parser.add_argument("--witnessed", action="store_true", help="with --lease: only other candidates have a witness")
-    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="replicas to keep if one is set aside")
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="fewest replicas that --grace leaves")
     parser.add_argument("--start-needs-all", action="store_true", help="stop if a worker is lost before the first plan")
     for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout", "grace"):
         flag = "--" + name.replace("_", "-")

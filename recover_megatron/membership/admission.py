@@ -7,7 +7,7 @@ attach, attach_node_agent ---> barred: fenced, or refused
               v
 bound, presentation recorded -------> standby              (this candidate does not lead)
                                  |--> lead                 (it leads, and waits for more members)
-                                 |--> revoke               (a rendezvous is open, or the worker is set aside)
+                                 |--> revoke               (a rendezvous is open; a set-aside worker: the last one)
                                  '--> otherwise: a launcher receives revoke and plan; a worker receives nothing yet,
                                       because its attach opens a rendezvous
 
@@ -54,7 +54,10 @@ class Admission:
     _out: Outbox
 
     def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """Attach the worker that sent ``attach``, or refuse it. The worker may be new, or may reconnect."""
+        """Attach the worker that sent ``attach``, or refuse it.
+
+        The worker may be new, may have lost its connection, or may come from another coordinator.
+        """
         number, newcomer = message["worker"], message.get("newcomer", False)
         if newcomer:
             self._roster.meet([number])
@@ -208,7 +211,7 @@ class TakeOver:
     def connection_ended(self, worker: Member, reason: str, now: float) -> None:
         """Evict a worker that cannot be reached but may still run, or only close its session so that it may return.
 
-        The session is only closed if this candidate does not lead yet, or if the run does not count on the worker. In
+        The worker is not evicted if this candidate does not lead yet, or if the run does not count on the worker. In
         the second case the worker's fate is decided when all workers that the run counts on have attached.
         """
         if self._leadership.term == 0 or worker.number not in self._leadership.evidence.target:

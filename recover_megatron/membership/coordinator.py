@@ -3,8 +3,8 @@
 The methods are in the order of a recovery, from the end of a worker's session to the next plan. They call the modules
 ``roster`` (known members), ``lateness`` (late workers), ``leadership`` (which side of a partition may continue),
 ``epochs`` (the last epoch and the open rendezvous), ``admission`` (attaching members, and the takeover of a run),
-``view`` (observers) and ``ending`` (whether any worker can continue, and stop messages). Only this module changes
-``Coordinator.state``:
+``view`` (observers) and ``ending`` (whether any worker can continue, and stop messages). None of these modules knows
+this one. Only this module changes ``Coordinator.state``:
 
             quorum attached            all attached            all joined: plan         death, eviction, reconnect
     STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
@@ -228,8 +228,8 @@ class Coordinator:
     def _awaited(self) -> Workers:
         """Workers that the run waits for now.
 
-        In the state STEADY these are the members with a part in the epoch. In a rendezvous these are the members that
-        have not confirmed the revoke yet; after all have confirmed it, all members of the rendezvous.
+        In the state STEADY these are the members with a part in the epoch. In a rendezvous these are at first only the
+        members that have not confirmed the revoke, since the others wait for them; after ``all_heard``, all members.
         """
         if self.state is State.STEADY:
             return self.epochs.working

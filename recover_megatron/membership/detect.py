@@ -71,7 +71,7 @@ class WorkerProgress:
     place: list[int] | None = None
     """Replica, position and quota, as the worker reports them; None: it has no place."""
     goes_back: bool = False
-    """True if the worker knows a snapshot or checkpoint that the run could load if live workers lack some state."""
+    """True if the worker knows a snapshot or checkpoint to load in case no live worker holds some part of the state."""
     loss: list[Any] | None = None
     """``[step, loss]`` of the last finished step; None: not reported. A loss that is not finite is None."""
 
@@ -96,7 +96,7 @@ class WorkerProgress:
             self.waiting_since = now
 
     def excuse(self, pause: float, now: float) -> None:
-        """Shift the times by a pause, in seconds, in which the coordinator did not run and may have missed progress."""
+        """Move the times forward by ``pause``: the seconds for which the coordinator did not run."""
         self.marked = min(now, self.marked + pause)
         if self.waiting_since is not None:
             self.waiting_since = min(now, self.waiting_since + pause)
@@ -148,8 +148,9 @@ def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashabl
     """Return the workers that wait in a different operation than most replicas. All workers must be waiting.
 
     The workers of one replica may wait in different operations, but usually all replicas wait in the same set of
-    operations, the *usual* set. If two sets are equally frequent, the usual set is the one whose operations come first
-    in a step. Return no workers if more than half of the replicas differ from the usual set.
+    operations, the *usual* set. If two sets are equally frequent, operations of a step before its report (``agree``)
+    are preferred to the report, and the report to operations outside of a step. Return no workers if more than half of
+    the replicas differ from the usual set.
     """
     waits: dict[Hashable, dict[tuple[int, int, str], WorkerId]] = {}
     for p in group:
@@ -262,7 +263,7 @@ class Stall:
         return left if math.isfinite(left) else None
 
     def excuse(self, pause: float) -> None:
-        """Shift the times of the stall by a pause of the coordinator, in seconds."""
+        """Move the times of the stall forward by ``pause``: the seconds for which the coordinator was paused."""
         self.since = None if self.since is None else self.since + pause
         self._shared_since = None if self._shared_since is None else self._shared_since + pause
 

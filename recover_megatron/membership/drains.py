@@ -101,7 +101,7 @@ class Drains:
             self._roster.changes.extend(self.news_of(node))  # the node's spares may have left before this answer
 
     def tell_launcher(self, node: str, **more: bool) -> None:
-        """Notify the launcher of a node that is being drained, so that the launcher starts no more workers.
+        """If ``node`` is being drained, notify its launcher, so that the launcher starts no more workers.
 
         ``more``: further fields of the message.
         """
@@ -128,12 +128,12 @@ class Drains:
         return "its node was drained" if drained else "it had finished"
 
     def news_of(self, node: str) -> list[str]:
-        """Return a reason for a new epoch if the last live worker of a drained node has left; else an empty list."""
+        """Return a reason for a new epoch if a drained node is empty now, but was in the last epoch; else no reason."""
         empty = self.is_draining(node) and not self._live(node)
         return [f"node {node} {DRAINED}"] if empty and self._workers_of(node) & self._epochs.formed.members else []
 
     def rows(self) -> list[Json]:
-        """Return one row for each requested drain: node, state and live workers, for observers."""
+        """Return one row for each requested drain: node, state, and live or set-aside workers, for observers."""
         shown = sorted({*self._asked, *self._known_to_members})
         rows: list[dict[str, Json]] = [
             {"node": node, "state": self._state(node).value, "workers": to_runs(self._live(node))} for node in shown
@@ -176,7 +176,7 @@ class Drains:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)
 
     def _live(self, node: str) -> Workers:
-        """Return the node's live and set-aside workers. A set-aside worker must come back before it can leave."""
+        """Return the node's live and set-aside workers. A set-aside worker comes back and leaves, or is evicted."""
         return self._workers_of(node) & (self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE))
 
 

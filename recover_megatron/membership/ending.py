@@ -9,8 +9,8 @@ of microbatches, they share work if both failed in the same phase of one iterati
     two replicas, the same error, shared work           the work is faulty: the coordinator ends the run
     three replicas, any errors, the same shared work    the work is faulty: the coordinator ends the run
     all replicas, the same error, one iteration         the work is faulty, and no replica is left
-    two replicas, the same error, no microbatch begun,
-        in two successive iterations                    the work is faulty, and no replica is left
+    the last replicas, the same error,
+        no microbatch begun, successive iterations      the work is faulty, and no replica is left
     a fault of the host or of the device                none about the work
 """
 
@@ -227,7 +227,10 @@ class Ending:
             self._out.do(Exit(code, reason))
 
     def handle(self, event: CoordinatorEvent, now: float) -> None:
-        """Send the stop message to observers and awaited members that connect after ``begin``. Refuse all others."""
+        """Process an event after ``begin``. Send the stop message to observers, and refuse all others.
+
+        While any member is awaited, all members that attach receive the stop message, too.
+        """
         waited = bool(self._awaited)
         if isinstance(event, Received):
             message = event.message
@@ -256,7 +259,10 @@ class Ending:
         return 128 + number, f"ended by {Signals(number).name}, which the launcher on {names} received"
 
     def _just_lost(self, now: float) -> set[str]:
-        """Return the nodes of launchers that lost their session within ``lost_timeout`` and may still be running."""
+        """Return the nodes of launchers without a session that may still be running.
+
+        These launchers have sent a message within ``lost_timeout``.
+        """
         since = now - self._roster.settings.lost_timeout
         node_agents = self._roster.node_agents.values()
         return {w.node for w in node_agents if w.session is None and not w.ended and w.heard > since}
@@ -275,7 +281,8 @@ class Survivors:
         """Raise RunOver if the run cannot continue, or has finished.
 
         The run can continue if ``members``, the live workers of ``counted_on``, include members of the last epoch, or
-        if set-aside workers may come back. It has finished if all workers with a part in the work have left normally.
+        if set-aside workers may come back. It has finished if no worker with a part in the work is live any more, and
+        at least one of them has left normally.
         """
         roster, epochs = self._roster, self._epochs
         required_aside = roster.required_aside | (roster.returning if epochs.own else frozenset())
@@ -294,9 +301,9 @@ class Survivors:
     def required_aside(self, members: Workers) -> Workers:
         """Return the set-aside workers that must ask for a place before the next epoch, in addition to ``members``.
 
-        If no worker with a part in the last epoch is live, only the set-aside workers still hold state of the run. A
-        rendezvous counts on a set-aside worker only after that worker has asked for a place. Otherwise the worker would
-        wrongly assume that it was never left out.
+        If no worker with a part in the last epoch is live, only the set-aside workers still hold state of the run. They
+        may continue if all other workers are certainly gone. A rendezvous counts on a set-aside worker only after that
+        worker has asked for a place. Otherwise the worker would wrongly assume that it was never left out.
         """
         known = self._epochs.own or members & self._epochs.formed.members  # True if the last commit is known
         alone = known and not members & self._epochs.working

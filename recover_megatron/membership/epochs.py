@@ -147,7 +147,7 @@ class Epochs:
     def left(self, worker: Member, why: str) -> None:
         """Record that a worker has left normally.
 
-        If the worker had a part in the last epoch, that epoch commits nothing more, as this worker's report is missing.
+        Unless the worker was idle in the last epoch, that epoch commits nothing more, because a report may be missing.
         """
         self._some_left |= worker.number not in self.formed.members or worker.idle_in != self.formed.epoch
         worker.fate = Fate.LEFT
@@ -216,10 +216,10 @@ class Epochs:
 class RevokeConfirmations:
     """Workers' confirmations that they know that the last epoch is over.
 
-    No worker may abort operations before all workers have confirmed. The reason: if an NCCL kernel is aborted, the
-    kernels of its peers complete with garbage and without an error. A worker that does not know yet that the epoch is
-    over would use that garbage. Set-aside workers must confirm, too, because they may come back. Evicted workers need
-    not confirm once the next epoch may be formed without them (``may``).
+    No worker may abort operations before all live workers have confirmed. The reason: an aborted NCCL kernel still
+    posts its steps, empty, so the kernels of its peers complete with garbage and without an error. A worker that does
+    not know yet that the epoch is over would use that garbage. Set-aside workers must confirm, too, because they may
+    come back. Evicted workers need not confirm once the next epoch may be formed without them (``may``).
     """
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:

@@ -81,7 +81,7 @@ class Lateness:
         self._deaf[worker.number] = now, reason
 
     def excuse(self, pause: float) -> None:
-        """Shift the times of the stall by a pause of this process, in seconds."""
+        """Move the times of the current stall forward by ``pause``: the seconds for which this process was paused."""
         self.stall.excuse(pause)
 
     def evict(self, members: Workers, now: float) -> bool:
@@ -245,7 +245,7 @@ class Lateness:
         return {number: replica for number, replica in replica_of.items() if replica not in broken}
 
     def _report(self, answer: Answer, replica_of: dict[WorkerId, Hashable], now: float) -> None:
-        """Report on the launchers' consoles and in the event log that a stall continues, or that it has ended."""
+        """Report on the launchers' consoles and in the event log that the run is stalled, or that a stall has ended."""
         if answer.say:
             assert self.stall.since is not None
             waited, seconds = self.stall.waited, now - self.stall.since
@@ -279,7 +279,10 @@ class Witnessed:
     _lateness: Lateness
 
     def look(self, state: State, now: float) -> None:
-        """Ask the witness if the run is stalled, or too few members are reached. Called at every tick, in any state."""
+        """Ask the witness if the run is stalled, or too few members are reached. Called at every tick, in any state.
+
+        Also request a new epoch if waiting newcomers may be admitted now.
+        """
         stalled = state in (State.RENDEZVOUS, State.STEADY) and self._lateness.stall.since is not None
         too_few = state is State.RENDEZVOUS and self._rendezvous.too_few
         no_leader = state is State.STANDBY and self._leadership.lacks_members

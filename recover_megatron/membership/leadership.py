@@ -6,7 +6,8 @@ have left normally. Unreachable workers are not gone: they may be running on the
 The rule for a coordinator that wants to form a new epoch of the workers that it reaches:
 
 * If only gone workers are missing, the coordinator may form the epoch, however few workers remain.
-* If this coordinator formed the last epoch, it needs at least half of that epoch's members that are not gone.
+* If this coordinator formed the last epoch, it needs at least half of that epoch's members that are not gone (its own
+  vote breaks a tie).
 * If a lost coordinator formed that epoch, this one needs more than half of these members, and more than half of every
   rendezvous that any member presents as opened after that epoch, since such a rendezvous may have been formed unseen.
 * With a lease (``lease``, on shared storage) one rule holds in both cases: more than half of the epoch's members may
@@ -142,7 +143,7 @@ class Leadership:
     """Term of this candidate, and its right to lead.
 
     ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``permission``; None: no lease. Parameter ``own`` of the
-    methods: the last epoch if this coordinator has formed it; None: another coordinator did.
+    methods: the last epoch if this coordinator has formed it; None: it has not, and the members' presentations count.
     """
 
     def __init__(self, roster: Roster, out: Outbox, salt: int, slack: int | None, witness: Witness) -> None:

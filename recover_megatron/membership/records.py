@@ -82,7 +82,8 @@ class Settings:
     """All workers must have attached to the first rendezvous within this time, in which data sets are indexed and
     checkpoints are read."""
     max_stuck_epochs: int = 3
-    """The run ends after more than this many consecutive epochs in which all workers wait for each other."""
+    """The run ends after more than this many consecutive epochs in which all workers wait for each other, and without
+    a commit in between."""
 
     grace: float = 0.0
     """A replica is set aside (``lateness``) if all other replicas have waited for it this long in a step; 0: never."""
@@ -214,7 +215,7 @@ _COUNTER_SHIFT = 32
 
 
 def next_term(highest: int, salt: int) -> int:
-    """Return a term above ``highest``: the next counter in the high bits, and ``salt`` (random) in the low 32 bits."""
+    """Return a unique term above ``highest``: the next counter in the high bits, random ``salt`` in the low 32 bits."""
     return ((highest >> _COUNTER_SHIFT) + 1 << _COUNTER_SHIFT) | salt
 
 
@@ -281,7 +282,7 @@ class Evidence:
 
     @property
     def unfinished(self) -> list[Opened]:
-        """Rendezvous newer than the last epoch known to be formed. Each may have an unknown plan."""
+        """Rendezvous newer than the last epoch known to be formed. Each may have been formed unseen."""
         return [self.opened[key] for key in sorted(self.opened) if self.opened[key].epoch > self.formed.epoch]
 
     @property

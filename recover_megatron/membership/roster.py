@@ -1,10 +1,12 @@
 """Roster of a coordinator: workers, node agents, their sessions, and the workers' fates.
 
     dead   the worker's process has certainly ended: its kernel closed the session, or its launcher saw the end
-    out    the worker was evicted, because its host is silent or it hangs (``detect``). Its launcher kills it. Until the
-           launcher reports the end, the worker may be running on another side of a partition (``leadership``)
+    out    the worker was evicted, because its host is silent or it hangs (``detect``). It is notified if it is ever
+           reached, and its launcher kills it. Until the launcher reports the end, the worker may be running on
+           another side of a partition (``leadership``)
     left   the worker has left normally: it has sent ``bye``
-    aside  the worker's replica is late (``Settings.grace``). When the worker asks for a place, it counts as a newcomer
+    aside  the worker's replica is late (``Settings.grace``). The worker is in no epoch until it asks for a place. From
+           then on it counts as a newcomer
 
 Only *aside* can be undone. A worker that abandons this coordinator stays live and is *awaited*: it has no session, but
 may come back. A *newcomer* has an id that is not from the launch (launch ids are below ``world``). The coordinator
@@ -299,7 +301,8 @@ class Roster:
         """Record that a worker abandons this coordinator to look for another one.
 
         ``followed``: True if this coordinator leads. The worker is awaited, because it comes back if it finds no other
-        coordinator. It is not evicted, because a pause of this coordinator is no fault of the worker.
+        coordinator, unless its launcher reports its end. It is not evicted, because a pause of this coordinator is no
+        fault of the worker.
         """
         self._out.log("abandoned", worker=worker.number, reason=reason)
         self.unbind(worker)

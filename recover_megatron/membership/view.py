@@ -160,7 +160,10 @@ class Observing:
 
     @property
     def _is_taking_over(self) -> bool:
-        """True if the run has begun, and this coordinator has not formed an epoch of it yet."""
+        """True if the run has begun, and this coordinator has not formed an epoch of it yet.
+
+        Until then it may not know which drains the members have accepted.
+        """
         return self._epochs.formed.epoch > 0 and not self._epochs.own
 
     def view(self, state: State, now: float) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 A witness is the manager of the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It only reports nodes
 as off, which is final. If the witness does not reach a node, that proves nothing, because the witness may be cut off.
-The statements matter only if so few workers are reached that ``leadership`` does not let them ask for the lease. With
-the witness they may ask for it if *no other worker can be running*. ``alone`` checks that:
+Silent workers on a node that is off are evicted (``lateness``). The right to continue depends on the statements only if
+so few workers are reached that ``leadership`` does not let them ask for the lease. With the witness they may ask for it
+if *no other worker can be running*. ``alone`` checks that:
 
 * every missing worker was started by a launcher of the launch (``JOINED_FROM``), and
 * each node of the launch is off, or is *here*: its launcher is reached, and all its workers are members, or gone.
@@ -14,8 +15,8 @@ Processes on a node that is here are members of B, as its launcher reported afte
 they do not follow A any more. That leaves newcomers whose launchers joined after the launch: they may run anywhere,
 unknown to B. So a side that has left out a worker that may be running admits such newcomers only when the lease names
 this side without the left-out workers (``Witness.lets_in``). Then B, which needs the lease, does not get it. A
-coordinator that took over cannot know which workers the previous coordinator has left out. So it, too, admits such
-newcomers only when the lease names its side.
+coordinator that took over cannot know which workers the previous coordinator has left out, because its members may not
+know a newcomer of an earlier epoch. So it, too, admits such newcomers only when the lease names its side.
 
 A death that a witness reports does not make a worker *gone* (``leadership``), unlike a death that a launcher has seen.
 Gone workers do not count on any side. A launcher that reports a death also presents the rendezvous that it knows; a
@@ -148,9 +149,9 @@ class Witness:
     def lets_in(self, number: WorkerId, formed: Formed) -> bool:
         """Return whether a worker may be in the next epoch. False for some newcomers on nodes that joined the run.
 
-        Such a newcomer must wait while a left-out worker may be running and could get the lease, because that worker
-        does not know the newcomer. After a takeover there may always be such a worker. ``formed``: the last epoch; its
-        members are no newcomers.
+        A side of left-out workers that gets the lease does not count newcomers that it does not know. So such a
+        newcomer must wait while a left-out worker may be running and could get the lease. After a takeover this
+        coordinator assumes that there are such workers. ``formed``: the last epoch; its members are no newcomers.
         """
         return self.nodes is None or number < JOINED_FROM or number in formed.members or self._is_recorded
 

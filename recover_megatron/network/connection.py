@@ -44,7 +44,7 @@ class WireError(Exception):
 
 
 def encode(message: Mapping[str, Any], limit: int) -> bytes:
-    """Return the frame of ``message``. Raises ValueError if JSON cannot represent the message, or the frame's body
+    """Return the frame of ``message``. Raises ValueError if a number in it is infinite or NaN, or if the frame's body
     exceeds ``limit`` bytes."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(body) > limit:
@@ -179,10 +179,10 @@ def listen(host: str, backlog: int) -> tuple[socket.socket, str]:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """Return a connection to ``address``, with TCP_NODELAY. If the other host stops answering, ``Watch`` shuts it down.
+    """Return a connection to ``address``, with TCP_NODELAY. ``Watch`` shuts it down if the other host stops answering.
 
-    ``timeout``: seconds allowed for connecting. Raises OSError if no connection can be made, ValueError if the address
-    is not "host port".
+    ``timeout``: seconds allowed for connecting, and then for each wait of the returned socket. Raises OSError if no
+    connection can be made, ValueError if the address is not "host port".
     """
     host, port = address.split(" ")
     sock = socket.create_connection((host, int(port)), timeout=timeout)
@@ -212,7 +212,7 @@ def is_path_error(error: OSError | None) -> bool:
 class Unreachable(ConnectionError):
     """Error for a connection that failed, or whose peer does not know the secret or sent invalid data.
 
-    ``unreachable``: True if the network path failed; the peer may still be live.
+    ``unreachable``: True if the network path failed, or no connection could be made; the peer may still be live.
     """
 
     def __init__(self, text: str, *, unreachable: bool = False) -> None:
@@ -221,11 +221,13 @@ class Unreachable(ConnectionError):
 
 
 class Connection:
-    """Connection to ``address``; the constructor authenticates both sides. All methods raise ``Unreachable``.
+    """Connection to ``address``; the constructor authenticates both sides.
 
-    ``patience``: called whenever no data has arrived for ``POLL_SECONDS``. It raises an exception to end the wait,
-    because a peer that is stopped neither answers nor closes the connection. If ``patience`` is None, a wait ends only
-    when data arrives or the connection ends.
+    The constructor, and all methods that send or receive, raise ``Unreachable``.
+
+    ``patience``: called whenever no data has arrived for ``POLL_SECONDS``; it raises an exception to end the wait. If
+    ``patience`` is None, each wait of the constructor is limited to ``HANDSHAKE_SECONDS``; a later wait ends only when
+    data arrives or the connection ends. With a stopped peer, neither may ever happen.
     """
 
     def __init__(self, address: str, challenge: Challenge, patience: Callable[[], None] | None = None) -> None:

@@ -1,15 +1,15 @@
 """Early notice of a worker's death, by robust mutexes, which the kernel releases before it frees the worker's memory.
 
 The kernel closes the sockets of a killed process, and makes its pidfd readable, only after it has written any core and
-freed the process's memory. That takes 0.1 s per gigabyte on an idle machine, and several times longer on a busy one.
-The kernel releases the robust mutexes (``pthread_mutexattr_setrobust``) of a dying thread before that: another thread
-that waits for such a mutex gets EOWNERDEAD within a few milliseconds. So worker and launcher share a page with a robust
-mutex::
+freed the process's memory. To free it takes 0.1 s per gigabyte on an idle machine, several times longer on a busy one.
+Before the kernel frees the memory, it releases the robust mutexes (``pthread_mutexattr_setrobust``) of a dying thread,
+whatever the process holds: another thread that waits for such a mutex gets EOWNERDEAD within a few milliseconds. So
+worker and launcher share a page with a robust mutex::
 
     launcher                                    worker
     DeathWatch.make(): creates the page     --> hold(): a thread locks the mutex, then posts the semaphore, and sleeps
     begin(): a thread waits for the semaphore,
-             then for the mutex             <-- the thread ends: a fatal signal, exit, exec, or a return
+             then for the mutex             <-- the thread ends by a fatal signal, exit, exec or a return
     on_dying()
 
 docs/membership.md describes the meaning and the limits of EOWNERDEAD. If robust mutexes are missing, or the worker
@@ -56,7 +56,7 @@ def _tag(name: str) -> bytes:
 
 
 class _Page:
-    """Page of memory that a launcher shares with one worker."""
+    """Page of memory that a launcher shares with one worker; stays mapped while a thread of this process may use it."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the page from the file with this descriptor. Raises OSError."""
@@ -106,12 +106,12 @@ class _Page:
     def hold(self, tried: threading.Event) -> None:
         """Lock the mutex, write this process's pid, post the semaphore, and sleep until the process ends.
 
-        Returns only if another thread has the mutex. Sets ``tried`` in both cases.
+        Returns only if another thread has the mutex. Sets ``tried`` after the attempt to lock, successful or not.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         locked = self._libc.pthread_mutex_trylock(self._mutex) == 0
         if locked:
-            self.holder = int(os.readlink("/proc/self"))  # in the launcher's namespace, since /proc is the launcher's
+            self.holder = int(os.readlink("/proc/self"))  # in the launcher's pid namespace, as /proc belongs to it
             self.post()
         tried.set()
         if locked:
@@ -185,7 +185,7 @@ class DeathWatch:
 
     @classmethod
     def make(cls) -> DeathWatch | None:
-        """Return a watch for a worker that is about to be started; None if its page cannot be created."""
+        """Return a watch for a worker that is about to be started; None if robust mutexes do not work on this host."""
         if lacking():
             return None
         try:
@@ -239,14 +239,14 @@ class DeathWatch:
 
 
 _held: _Page | None = None
-"""Page that this worker shares with its launcher; None if it shares none."""
+"""Page that this worker shares with its launcher; None if there is no such page."""
 
 
 def hold(environ: Mapping[str, str]) -> bool:
-    """Lock the mutex that this worker shares with its launcher. Return whether the launcher will see its death early.
+    """Lock the mutex that this worker shares with its launcher. Return whether the launcher gets an early notice.
 
-    Starts a thread that sleeps until the process ends. Enables Python's faulthandler, because its output on stderr
-    reports a fatal signal to the launcher before a core is written.
+    Starts a thread that sleeps until the process ends. Enables Python's faulthandler unless the script has done so,
+    because its output on stderr reports a fatal signal to the launcher before a core is written.
     """
     global _held
     name, _, path = environ.get(DEATH_NOTICE_VARIABLE, "").partition(" ")

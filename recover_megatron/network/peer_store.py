@@ -7,7 +7,7 @@
     client -> server   {"want": key}
     server -> client   {"key": key, "value": v}           answer to ``want``, as soon as the value is set
     client -> server   {"fetch": [numbers]}
-    server -> client   {"bytes": n} and n bytes           data of this worker (``source``); n is -1 if it has none
+    server -> client   {"bytes": n} and n bytes           data from the server's ``source``; n is -1 if it returns None
     client -> server   {"stream": name}                   makes the connection a stream, see below
 
 The server answers a ``want`` when the value is set, so no client polls over the network.
@@ -112,7 +112,7 @@ class Streams:
                     return self._waiting.pop(name)
 
     def forget(self, prefix: str) -> None:
-        """Close the waiting streams whose names begin with ``prefix``: no thread will take them."""
+        """Close the waiting streams whose names begin with ``prefix``, because no thread will take them."""
         with self._changed:
             for name in [name for name in self._waiting if name.startswith(prefix)]:
                 self._waiting.pop(name).close()
@@ -132,7 +132,7 @@ QUIET_SECONDS = 60.0
 MOST_BYTES = 16 << 20
 """Maximum bytes of the answer to one ``fetch`` request."""
 Source = Callable[[Sequence[int]], bytes | None]
-"""Function that returns this worker's data for the numbers of a ``fetch``; None if this worker lacks some of the data.
+"""Function that returns the data that the numbers of a ``fetch`` select; None if this worker lacks some of the data.
 
 The server's thread calls it.
 """
@@ -145,8 +145,8 @@ class PeerStoreServer:
     """Peer store of a worker; serves until the process ends. ``host``: address that the other workers can reach.
 
     A client must prove within ``HANDSHAKE_SECONDS``, in ``LONGEST_BEFORE_PROOF`` bytes, that it knows the secret. If
-    more than ``MOST_UNPROVED`` clients have not done so yet, the server closes the oldest of these connections. If the
-    process has no free file descriptor, the server closes all of these connections.
+    there are more than ``MOST_UNPROVED`` connections without this proof, the server closes the oldest of them. If the
+    process has no free file descriptor, the server closes all connections without this proof.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
@@ -167,8 +167,8 @@ class PeerStoreServer:
     def put(self, key: str, value: str, epoch: int | None = None) -> None:
         """Set the value of ``key``, and send it to the clients that wait for it. Any thread may call this.
 
-        A value with an ``epoch`` is dropped when values of ``KEPT_EPOCHS`` newer epochs exist; a value without one,
-        never.
+        A value with an ``epoch`` is dropped when values of ``KEPT_EPOCHS`` newer epochs exist. A value without
+        an ``epoch`` is never dropped.
         """
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 
@@ -266,7 +266,7 @@ class PeerStoreServer:
         writer.transport.abort()  # closes asyncio's descriptor; ``taken`` keeps the connection open
         taken.setblocking(True)
         try:
-            taken.sendall(answer)  # cannot block: a few bytes, in an empty buffer
+            taken.sendall(answer)  # cannot block, because the answer is short and the send buffer is empty
         except OSError:
             taken.close()
             return

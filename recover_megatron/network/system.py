@@ -8,15 +8,15 @@ checks all connections passed to ``watch``:
     data is in flight   the thread shuts down a connection that is silent for ``SECONDS``, which wakes waiting threads
     otherwise           the kernel sends keepalive probes, and ends the connection if none is answered
 
-The kernel acknowledges data even if its process is stopped or does not read, so such a process is not silent.
+A kernel acknowledges data even if the receiving process is stopped or does not read: the connection is then not silent.
 
 Forks (``close_in_children``): a forked process, such as a data loader, closes its copies of its parent's connections.
 Otherwise a dead worker's connections would stay open, and its peers would not notice the death. The child only closes
-these sockets: ``shutdown`` would affect the parent's connection. The child does not collect its parent's garbage,
+these sockets, because ``shutdown`` would affect the parent's connection. It does not collect its parent's garbage,
 because the destructor of a gloo process group waits forever for threads that a forked process does not have.
 
 Optional features (``lacking``, ``memory_file``): a Python built for an older system, such as uv's and conda's before
-2026, lacks os.memfd_create and os.pidfd_open; a seccomp filter may refuse these calls with ENOSYS or EPERM.
+2026, lacks os.memfd_create and os.pidfd_open; a seccomp filter may refuse one or all of them with ENOSYS or EPERM.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def all_delivered(sock: socket.socket) -> bool:
 
 
 def use_all_descriptors() -> None:
-    """Raise this process's limit of open files to the hard limit; unauthenticated connections also need descriptors."""
+    """Raise this process's limit of open files to the hard limit: unauthenticated connections need descriptors, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -87,7 +87,7 @@ def use_all_descriptors() -> None:
 
 @cache
 def lacking(name: str) -> str:
-    """Return the reason why ``name`` (pidfd_open, memfd_create or pidfd_send_signal) is missing; empty if it exists."""
+    """Return why pidfd_open, memfd_create or pidfd_send_signal (``name``) is missing or refused; empty if it works."""
     try:
         descriptor = os.memfd_create("look") if name == "memfd_create" else os.pidfd_open(os.getpid())
         try:
@@ -96,8 +96,8 @@ def lacking(name: str) -> str:
         finally:
             os.close(descriptor)
     except AttributeError:
-        return f"this Python has no os.{name}: it was built for an older Linux"
-    except OSError as error:  # other errors: no descriptor is free now
+        return f"this Python has no {name}: it was built for an older Linux"
+    except OSError as error:  # any other error means that no descriptor is free now
         refused = error.errno in (errno.ENOSYS, errno.EPERM)
         return f"{name} is refused here ({error.strerror}) by the kernel or by seccomp" if refused else ""
     return ""
@@ -117,11 +117,11 @@ def memory_file(name: str) -> int:
 
 
 LONGEST_FOLDER = 89
-"""Greatest number of bytes in the path of a folder for sockets: a socket's name adds 18; the kernel accepts 107."""
+"""Greatest number of bytes in the path of a folder for sockets: the kernel accepts 107, and a socket's name adds 18."""
 
 
 def keep_sockets(environ: Mapping[str, str]) -> None:
-    """Make multiprocessing create its sockets in a folder that ``remove_sockets`` can find after this process's death.
+    """Make multiprocessing create this process's and its children's sockets in a folder that ``remove_sockets`` finds.
 
     Python's default folder is removed only if the process that created it exits normally. Does nothing if the path of
     the new folder would be too long for a socket; Python then uses its default folder.
@@ -139,7 +139,7 @@ def share_by_lasting_socket() -> None:
     """Make multiprocessing share file descriptors through a socket that no cleaner of TMPDIR can remove.
 
     A data loader sends each tensor in this way. The socket's file is removed immediately; the parent process connects
-    through this process's entry in /proc; if it cannot, nothing changes. Call this before sending any tensor.
+    through this process's entry in /proc. Changes nothing if that is not allowed. Call this before sending any tensor.
     """
     from multiprocessing.connection import Listener
     from multiprocessing.resource_sharer import _resource_sharer as sharer  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def share_by_lasting_socket() -> None:
 
 
 def remove_sockets(launch_id: str, pid: int | None = None) -> None:
-    """Remove the folder that ``keep_sockets`` created in process ``pid`` of a launch; if None, in all its processes."""
+    """Remove the ``keep_sockets`` folder of process ``pid`` of a launch, or of all its processes if ``pid`` is None."""
     for folder in Path(tempfile.gettempdir()).glob(f"pymp-{glob.escape(launch_id)}-{'*' if pid is None else pid}"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -201,22 +201,22 @@ def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
 _XID_SECONDS = 60.0
 _MOST_RECORDS = 100_000
-"""Greatest number of records of the kernel's log that one call reads, in 0.1 s; the longest logs have as many."""
+"""Greatest number of records of the kernel's log per call, in some 0.1 s; hosts with many cores have such long logs."""
 
 
 class KernelLog:
-    """Xid errors in the kernel's log since this object was created; none if the log is unreadable, as in containers."""
+    """Xid errors in the kernel's log since creation; none if it is unreadable (most containers, dmesg_restrict)."""
 
     def __init__(self, path: str = "/dev/kmsg") -> None:
         self._log = -1
-        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # (pid, seconds, text)
+        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # (pid, seconds since boot, text)
         with contextlib.suppress(OSError):
             self._log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             os.lseek(self._log, 0, os.SEEK_END)
 
     def xid(self, pid: int) -> str:
         """Return the newest Xid error of process ``pid``, such as "Xid 79 of GPU 0000:c1:00"; empty if none is known.
-        If none names ``pid``, returns the last minute's newest error without a pid (a GPU that fell off the bus)."""
+        If no error names ``pid``, returns the last minute's newest error without pid (a GPU that fell off the bus)."""
         self._read()
         since = time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - _XID_SECONDS
         own = [text for named, _, text in self._xids if named == pid]
@@ -274,7 +274,7 @@ def shared_memory() -> int:
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """Limit for the number of processes and threads.  ``how``: advice to raise it to ``{}``, the required number."""
+    """Limit for the number of processes and threads.  ``how``: advice to raise it to ``{}``, the required limit."""
 
     name: str
     most: int
@@ -286,7 +286,7 @@ class TaskLimit:
 
 
 def task_limits(proc: Path = Path("/proc"), mounted: Path = CGROUPS) -> list[TaskLimit]:
-    """Return the limits for processes and threads that this user (unless root) and this process's cgroups have."""
+    """Return the limits for processes and threads of this user (unless privileged) and of this process's cgroups."""
     found = []
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most != resource.RLIM_INFINITY and not _unbounded(proc):
@@ -334,7 +334,7 @@ _collects: list[bool] = []
 def close_in_children(owner: Forked, lock: threading.Condition | None = None) -> None:
     """Register ``owner``: every process forked later calls ``owner.close_in_child``, as long as ``owner`` exists.
 
-    ``lock``: held during each fork, so that the child has a consistent ``owner``; ``close_in_child`` must replace it.
+    ``lock``: held during each fork, to give the child a consistent ``owner``; ``close_in_child`` must replace the lock.
     """
     _known[owner] = lock
 
@@ -408,7 +408,7 @@ class Watch:
                 self._thread.start()
 
     def close_in_child(self) -> None:
-        """Reset this monitor: a forked process lacks its thread, and must not check the parent's connections."""
+        """Reset this monitor: a forked process lacks the thread, and must not check the parent's connections."""
         self._begin()
         close_in_children(self)
 

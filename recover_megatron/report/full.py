@@ -135,7 +135,10 @@ def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
 
 
 def _is_rough(events: Sequence[Event]) -> bool:
-    """Return whether the model computes in 16 bits or fewer, from field ``bits`` or ``argv`` of the event ``start``."""
+    """Return whether the model computes in 16 bits or fewer, from the field ``bits`` of the event ``start``.
+
+    Older versions wrote no ``bits``: then the field ``argv`` is used.
+    """
     start = next((event for event in events if event["event"] == "start"), {})
     flags = [str(word).startswith(("--bf16", "--fp16", "--fp8", "--fp4")) for word in start.get("argv") or ()]
     return bool(start.get("bits", 16 if any(flags) else 32) < 32)

@@ -28,7 +28,7 @@ USES = {
 }
 """Use of time (also a CSS class of the page) -> text for the reader, in the picture's order from bottom to top."""
 RECENT = 20
-"""Number of last iterations without a recovery; their median time is the expected time of the next iteration."""
+"""Number of last iterations without a recovery; the median of their times is the expected time without a recovery."""
 _POINTS = 400
 _HEIGHT = 160
 

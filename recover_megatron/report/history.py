@@ -43,7 +43,7 @@ class RecoveryRecord:
     reran: int = 0
     """Number of microbatches that were run again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> longest time, in seconds, that a worker reported for it; in the order of `PHASES`, then other phases."""
+    """Phase -> longest reported time, in seconds; in the order of `PHASES`, then other phases."""
     total: float = 0.0
     """Sum of all phases except ``detect``, in seconds: from the notification of the workers to the step's end."""
 
@@ -54,7 +54,7 @@ class History:
 
     launches: int
     start: Event | None
-    """Event ``start`` of the last launch; None if the workers have reported none."""
+    """Last event ``start`` of the workers; None if there is none."""
     recoveries: list[RecoveryRecord]
     """Recoveries in the order of time."""
     quotas: list[Event]

@@ -123,7 +123,7 @@ def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
 
 
 def _iterations_made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Yield (first iteration of the launch, iteration of the event) for each event ``checkpoint`` and ``end``."""
+    """Yield (first iteration of the launch, iteration of the checkpoint or end) for each ``checkpoint`` and ``end``."""
     begun = None
     for event in workers:
         if event["event"] == "start":
@@ -308,7 +308,8 @@ def _limits(
 
     ``off``: iteration -> difference of the loss.  The limit is ``GROWN``, except in the ``SOON`` iterations after a
     change of the epoch in one of the runs.  In these iterations, the limit is ten times the largest recent difference
-    before the change, but at least ``tolerance`` in the first, and ``later`` times ``tolerance`` in the others.
+    before the change, at most ``GROWN``, but at least ``tolerance`` in the first, whose parameters are still the same,
+    and at least ``later`` times ``tolerance`` in the others.
     """
     limits: dict[int, float] = {}
     recent: deque[float] = deque(maxlen=SOON)

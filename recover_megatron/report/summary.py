@@ -74,7 +74,10 @@ def _replicas(steps: Sequence[StepRecord]) -> str:
 
 
 def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
-    """Describe the rollbacks, and the number of iterations that they discarded and that were run again."""
+    """Describe the rollbacks, and the number of iterations that they discarded and that were run again.
+
+    The other rows of the summary count only the last run of an iteration.
+    """
     lost = sum(rollback["lost"] for rollback in rollbacks)
     to = ", ".join(f"to {back['to']} from {back['tier']} ({repeated(back)})" for back in rollbacks)
     kept = "; their first runs are in steps.jsonl.1, ..." if lost else ""  # no old file exists if no iteration was lost
@@ -124,7 +127,7 @@ def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
     if not violations:
         return f"in every iteration each of 0..{run.microbatches - 1} was counted exactly once"
     wrong = failed(violations)
-    return f"NOT {'each counted exactly once' if wrong else 'all shown'}: {in_short(wrong or violations)}"
+    return f"NOT {'each counted exactly once' if wrong else 'proven completely'}: {in_short(wrong or violations)}"
 
 
 def failed(violations: Sequence[str]) -> list[str]:

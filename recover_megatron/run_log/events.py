@@ -1,4 +1,4 @@
-"""events.jsonl: events of a run, one JSON object a line (schema: docs/reference/events.md).
+"""events.jsonl: events of a run, one JSON object per line (schema: docs/reference/events.md).
 
     {"event": "plan", "time": 1700000000.123456, "worker": 3, "iteration": 7, "epoch": 2, "replicas": [0, 1, 3], ...}
 
@@ -34,7 +34,7 @@ class EventsFile:
     """Writer of events; several processes may write to one file. A failing disk does not block it (``log_writer``)."""
 
     def __init__(self, path: Path) -> None:
-        """Append to ``path``; the first event creates its folder and opens it."""
+        """Append to the file ``path``; the first event creates the file's folder and opens the file."""
         self._file = LogWriter(path, opening=self._open)
 
     def append(self, event: str, **fields: Any) -> None:
@@ -59,7 +59,8 @@ class EventsFile:
         """Open the file for appending; called in the writer's thread.
 
         If this writer replaces a lost writer, it reads the file's last ``start`` event, so that it can repeat this
-        event after a log rotation. If the file cannot be read, this event is not repeated.
+        event after a log rotation. If the file cannot be read (no free descriptor, or it was moved), events are written
+        all the same, but this event is not repeated.
         """
         descriptor = open_to_append(path)
         if not self._file.head and stat.S_ISREG(os.fstat(descriptor).st_mode):  # reading a pipe may block forever
@@ -143,8 +144,9 @@ class Lines:
     def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
         """Return whether the file was replaced or truncated since the last call, and the JSON objects of new lines.
 
-        The first value is true at the first call, too. Whenever it is true, all lines are new. ``upto``: cut each line
-        off before this text, and close the JSON object there.
+        The first value is true when the file is read for the first time, too. Whenever it is true, all lines are new.
+        If the file cannot be read, returns False and no objects. ``upto``: cut each line off before this text, and
+        close the JSON object there.
         """
         try:
             with open(self._path, "rb") as file:

@@ -1,4 +1,4 @@
-"""steps.jsonl: one line per iteration, by which the invariant is checked.
+"""steps.jsonl: one line per iteration, to check the invariant.
 
     {"iteration": 7, "loss": 3.0481903553009033, "grad_norm": 1.37, "consumed_samples": 224, "epoch": 0, "replicas": 4,
      "seconds": 0.31, "time": 1700000000.123, "micro_batch_size": 4,
@@ -25,7 +25,7 @@ from recover_megatron.run_log.events import line_object, line_objects
 
 STEPS_FILE = "steps.jsonl"
 NOT_SHOWN = "not shown"
-"""Part of every sentence about iterations whose lines are missing; ``report`` searches sentences for it."""
+"""Part of every sentence about iterations whose lines are missing; ``report`` finds these sentences by it."""
 _BLOCK = 1 << 16
 """Number of bytes that one read of a file requests."""
 
@@ -111,7 +111,8 @@ def audit_problem(step: StepRecord) -> str | None:
 def read_steps(path: Path, spoiled: dict[str, int] | None = None) -> Iterator[StepRecord]:
     """Yield the steps of a file, in its order; skips lines that are no steps, and an incomplete last line.
 
-    ``spoiled``: for each skipped line, gets "file name:line number" -> the iteration of the step before that line.
+    ``spoiled``: for each line that is no step, gets "file name:line number" -> the iteration of the step before that
+    line (0: none).
     """
     last = 0
     for number, fields in line_objects(path):
@@ -138,7 +139,9 @@ class StepsFile:
         may_write: Callable[[], bool] = lambda: True,
         since_epoch: int | None = None,
     ) -> None:
-        """Continue the file ``path`` with the line of ``first_iteration`` or, if None, after a lost writer's last line.
+        """Continue the file ``path`` with the line of ``first_iteration``.
+
+        If ``first_iteration`` is None, continue after the last line of a lost writer.
 
         ``since_epoch``: epoch in which the run rolled back without a restart. If the last line has this epoch or a
         later one, another writer has continued the file since the rollback, and all lines are kept.
@@ -146,9 +149,9 @@ class StepsFile:
         ``may_write``: called before each line, in the writer's thread, where it may wait; if it returns False, the line
         is dropped.
 
-        Lines of ``first_iteration`` or later iterations are superseded, because this run resumed from a checkpoint or
-        started again. Then the old file is kept as path.1, path.2, ..., and the new file begins with the valid lines.
-        An incomplete last line is cut off.
+        Other lines of ``first_iteration`` or later iterations are superseded, because this run resumed from a
+        checkpoint, started again or rolled back. If there are such lines, the old file is kept as path.1, path.2, ...,
+        and the new file begins with the valid lines. An incomplete last line is cut off.
         """
         self._first = first_iteration
         self._since_epoch = since_epoch
@@ -182,7 +185,7 @@ class StepsFile:
     def _open(self, path: Path) -> int:
         """Open the file, in the writer's thread; replace it by a new one if some of its lines are superseded.
 
-        Reads the complete file only in this case.
+        Reads the complete file only if it must be replaced.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -248,7 +251,7 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
         consumed = step.consumed_samples - before.consumed_samples
         if step.skipped_samples is not None:
             consumed -= step.skipped_samples
-        elif consumed % (1 + step.skipped) == 0:  # assume that all these iterations had the same batch size
+        elif consumed % (1 + step.skipped) == 0:  # assume that the skipped iterations had the same batch size
             consumed //= 1 + step.skipped
         total = microbatches_per_iteration([step]) if expected is None else expected
         if (first := before.iteration + 1) <= (last := step.iteration - 1 - step.skipped):
@@ -287,7 +290,7 @@ def _counts(step: StepRecord, total: int) -> Iterator[str]:
         yield f"iteration {step.iteration}: microbatches {foreign} were counted, but the last one is {total - 1}"
 
 
-# -- find a line without reading all of the file: lines are in the order of their iterations ------------------------
+# -- search for a line without reading the complete file; the lines are sorted by iteration -------------------------
 
 
 def _end_of_lines(descriptor: int) -> int:
@@ -316,7 +319,7 @@ def _first_at_least(descriptor: int, iteration: int) -> int:
 
     If there is none, returns the offset of the end of the last complete line. Raises OSError.
     """
-    low, high = 0, _end_of_lines(descriptor)  # each is the start of a line, or the end of the lines
+    low, high = 0, _end_of_lines(descriptor)  # always starts of lines, or the end of the last line
     place = high
     while low < high:
         middle = end = _before(descriptor, (low + high) // 2)
@@ -333,9 +336,9 @@ def _first_at_least(descriptor: int, iteration: int) -> int:
 
 
 def _begin_new_file(path: Path, descriptor: int, end: int) -> int:
-    """Keep the old file as path.1, path.2, ..., and create a new file with its first ``end`` bytes.
+    """Keep the old file as path.1, path.2, ..., and copy its first ``end`` bytes to a new file.
 
-    ``descriptor``: of the old file. Returns the descriptor of the new file. Raises OSError.
+    ``descriptor``: descriptor of the old file. Returns the descriptor of the new file. Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     other = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)

@@ -85,7 +85,7 @@ class EventHook:
             self._full = True
 
     def close(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the command was called for all queued events.  Do not call ``put`` later."""
+        """Wait at most ``seconds`` until the command has handled all queued events.  Do not call ``put`` later."""
         with suppress(queue.Full):
             self._events.put_nowait(None)
         self._thread.join(seconds)
@@ -150,7 +150,7 @@ class Exporter:
                 log.warning(f"--recover-metrics {where}:{port}: no metrics are served ({error.strerror or error})")
 
     def look(self, *, last: bool = False) -> None:
-        """Export the status once.  ``last``: True after the launch's end, which is read from log folder or pipe."""
+        """Export the status once.  ``last``: True after the launch's end: perhaps no coordinator answers any more."""
         status = self._status(last)
         self._history.read()
         if status is not None:

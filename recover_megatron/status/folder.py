@@ -45,13 +45,13 @@ def candidates(folder: Path) -> str:
 
 
 def secret_file(folder: Path) -> Path | None:
-    """Return the file with the last launch's secret; None if the launch generated no secret."""
+    """Return the file with the last launch's secret; None if it generated none: a launch removes an older such file."""
     path = folder / SECRET_FILE
     return path if path.exists() else None
 
 
 def ending(folder: Path) -> RunStatus | None:
-    """Return the end of the last launch into ``folder``; None if the launch still runs, or was killed."""
+    """Return the end of the last launch into ``folder``; None if no end is recorded: it still runs, or was killed."""
     launches = _launches(folder)
     stops = [(record, launch) for launch in launches for record in launch if record["event"] == "stop"]
     if not stops:
@@ -64,7 +64,7 @@ def ending(folder: Path) -> RunStatus | None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether the last launch into ``folder`` has recorded a plan, or has written to steps.jsonl.
+    """Return whether the last launch into ``folder`` has recorded a plan or, if a full disk prevented that, a step.
 
     If not, steps.jsonl and events.jsonl may still be files of an earlier launch.
     """
@@ -304,8 +304,8 @@ class History:
     def now(self, age: float | None) -> float:
         """Return the present time by the workers' clock, in unix seconds.
 
-        This is the time of the newest step or event, plus ``age`` seconds.  If the steps have no time (an older version
-        has written them), return the time by this host's clock, which may differ by hours.
+        This is the time of the newest step or event, plus ``age`` seconds.  If the last step has no time (an older
+        version has written it), or there is none, return the time by this host's clock, which may differ by hours.
         """
         return time.time() if self._step_time is None else max(self._step_time, self._event_time) + (age or 0.0)
 

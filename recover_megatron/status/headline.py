@@ -8,7 +8,8 @@ STALLED      the run waits for workers that make no progress           critical
 ENDED        the run has ended with exit code 0                        ok
 ENDED        the run has ended with another exit code                  critical
 
-HEALTHY and DEGRADED compare numbers of workers if the plans name no replicas.
+HEALTHY and DEGRADED compare numbers of workers if the plans name no replicas.  Otherwise, their text also names workers
+that are set aside, and nodes that are being drained, which are no losses.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def headline(status: RunStatus) -> Headline:
 
 
 def _by_workers(status: RunStatus) -> Headline:
-    """Return the headline of a run whose plans name no replicas (the library's API), from numbers of workers."""
+    """Return the headline of a run whose plans name no replicas (the library's API), from numbers of workers.
+
+    A worker that left in order is not missing.
+    """
     left = sum(gone.fate == "left" for gone in status.gone)
     if status.live + left < (of := status.workers_of_launch or 0):
         return Headline("DEGRADED", f"DEGRADED {status.live}/{of} workers", Level.WARNING)

@@ -126,7 +126,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
         rows.append(("recover_loss", "Loss of the last iteration.", status.loss))
     else:
         rows += [
-            ("recover_train_iterations", "Iterations of the complete training.", training.train_iters),
+            ("recover_train_iterations", "Number of iterations of the complete training.", training.train_iters),
             ("recover_loss", "Loss of the last iteration.", training.loss),
             ("recover_iteration_seconds", "Mean seconds of the last iterations.", training.seconds_per_iteration),
             ("recover_samples_per_second", "Samples per second over the last iterations.", training.samples_per_second),
@@ -163,7 +163,7 @@ def _of_history(history: History) -> Iterator[Metric]:
 
 
 def _buckets(times: Sequence[float]) -> list[tuple[str, float]]:
-    """Return (upper bound, number of times up to this bound) for each of ``BUCKETS``, as Prometheus expects."""
+    """Return (upper bound, number of times up to this bound) for ``BUCKETS`` and "+Inf", as Prometheus expects."""
     counts = [0] * (len(BUCKETS) + 1)
     for seconds in times:
         counts[bisect_left(BUCKETS, seconds)] += 1

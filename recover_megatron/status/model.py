@@ -109,7 +109,7 @@ class RecoveryStatus:
 
 @dataclass(frozen=True)
 class Stall:
-    """Wait of the run for late workers.  They are not evicted: too many are late, or their storage may be slow."""
+    """Wait of the run for late workers, not evicted yet: too many are late, or they may be waiting for storage."""
 
     seconds: float
     """Seconds since the wait began."""
@@ -244,7 +244,7 @@ class RunStatus:
 
     @property
     def aside(self) -> list[int]:
-        """Ids of the workers that are set aside: live, but late by more than --recover-grace."""
+        """Ids of the workers that are set aside: live, but late by more than --recover-grace; may come back."""
         return [worker.worker for worker in self.gone if worker.fate == "aside"]
 
     @property
@@ -262,7 +262,8 @@ class RunStatus:
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
         """Return this status with data of the log folder; ``processes``: worker id -> entry of workers.json.
 
-        The returned ``iteration`` is the newer of the iterations in the log folder and in the workers' last heartbeats.
+        The returned ``iteration`` is the newer of the iterations in the log folder and in the workers' last heartbeats,
+        which may be up to a heartbeat interval old.
         """
         started = [entry["started"] for entry in processes.values() if entry.get("started") is not None]
         return replace(

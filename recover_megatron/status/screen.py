@@ -275,7 +275,7 @@ def _newest[T](entries: Sequence[T], lines: int | None) -> list[T]:
 
 
 def _lines_of(status: RunStatus) -> int:
-    """Return the largest number of lines that all tables except the grid need."""
+    """Return the largest number of lines of all tables except the grid and the unplaced workers."""
     lists = [(status.spares, 9), (status.drains, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
     return sum(min(len(entries), most) + 4 for entries, most in lists if entries)
 

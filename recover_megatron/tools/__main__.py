@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = root()
     if given and given[0] in RUN:
         words = words_of(given[0], given[1:], files)
-        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # instead of a .venv with perhaps another torch
+        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # not a .venv, which may have another torch
         sys.stdout.flush()
         os.execvp(words[0], words)
     parser = argparse.ArgumentParser(

@@ -1,13 +1,13 @@
 """Assignment of an iteration's microbatches to the replicas.
 
-The microbatches of an iteration have the ids 0..total-1.  At launch there are D0 = replicas * inner ranks data-parallel
-ranks, and stock Megatron deals the ids round-robin: j = n * D0 + r is the n-th microbatch of rank r.  A replica has
+The microbatches of an iteration have the ids 0..total-1.  At launch there are D0 data-parallel ranks (replicas * inner
+ranks), and stock Megatron deals the ids round-robin: j = n * D0 + r is the n-th microbatch of rank r.  A replica has
 ``inner_ranks`` of these ranks; rank r is inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``.
 
-A replica has several inner ranks only if experts are spread over data-parallel ranks.  The inner ranks of a replica run
-in lock-step: all run their n-th microbatch at the same time, and these microbatches share the experts.  So ids are
-given to another replica in rows of ``inner_ranks`` consecutive ids.  Then the same microbatches share the experts as in
-a failure-free run.
+A replica has several inner ranks only if experts, or the shards of Megatron-FSDP, are spread over data-parallel ranks.
+The inner ranks of a replica run in lock-step: all run their n-th microbatch at the same time, and these microbatches
+share the experts.  So ids are given to another replica in rows of ``inner_ranks`` consecutive ids.  Then the same
+microbatches share the experts as in a failure-free run.
 
 An interleaved pipeline schedule sends a *group* of microbatches through a stage's first chunk of layers, then the same
 group through the stage's second chunk, and so on; then comes the next group.  The last group may be smaller than the
@@ -43,7 +43,7 @@ def assign(
     _check_inner_ranks(inner_ranks)
     ranks = launch_replicas * inner_ranks
     if launch_replicas < 1 or total < 0 or total % ranks:
-        raise ValueError(f"{total} microbatches cannot be dealt equally to {launch_replicas} replicas x {inner_ranks}")
+        raise ValueError(f"{total} microbatches: no multiple of {launch_replicas} replicas x {inner_ranks} inner ranks")
     _check_counts(ids, counts, inner_ranks)
     if sum(counts[replica] for replica in ids) != total:
         raise ValueError(f"the counts {dict(counts)} do not sum to {total}")

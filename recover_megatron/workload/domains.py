@@ -5,10 +5,10 @@ several, nested domains.  A replica *touches* every domain that contains any of 
 domains is lost.
 
     ring, two replicas per node   r0 (a)   r1 (a)   r2 (b)   r3 (b)
-    stride 1                      r1 has the copy of r0's shards: if node a is lost, both are lost
+    stride 1                      r1 has the copy of r0's shards: if node a is lost, the shards and the copy are lost
     stride 2                      r2 has the copy of r0's shards, r3 the copy of r1's: losing one node leaves a copy
 
-``domain_losses`` computes the cost of losing each domain before the launch, from sizes and names alone.  ``drain``
+Before the launch, ``domain_losses`` computes the cost of losing each domain from sizes and names alone.  ``drain``
 decides which nodes the run can do without.
 """
 
@@ -118,7 +118,7 @@ def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, e
     The number is 1 unless experts are spread over data-parallel ranks.  If they are, a replica is the smallest set of
     workers closed under dense groups and expert groups.  In Megatron's default order, tp-cp-ep-dp-pp, a dense group is
     ``tensor * context`` neighbouring workers of a pipeline stage, an expert group ``expert_tensor * expert``.  So the
-    closed set has the least common multiple of these sizes.
+    closed set has the least common multiple of these sizes.  Not for Megatron-FSDP, where a replica is a shard group.
 
     >>> data_parallel_ranks_per_replica(tensor=2, context=1, expert=4, expert_tensor=1)
     2
@@ -203,11 +203,14 @@ class Loss:
     whole: int
     """Number of replicas that continue or, if the state is lost, roll back."""
     later: int
-    """Number of replicas after the remaining workers have formed new replicas, some of them with rebuilt models."""
+    """Number of replicas after the remaining workers have formed new replicas.
+
+    Some of these workers may have to rebuild their models first.
+    """
     lost: str
     """Part of the state that is lost with the domain, as text; empty if no state is lost."""
     back: str = ""
-    """State to which the replicas counted in ``whole`` roll back: ``SNAPSHOTS`` or ``CHECKPOINT``; empty if none do."""
+    """State to which the replicas counted in ``whole`` roll back: ``SNAPSHOTS`` or ``CHECKPOINT``; else empty."""
     waits: bool = False
     """True if a snapshot or checkpoint exists, but too few workers remain for a replica, so the run waits for more."""
 

@@ -25,8 +25,8 @@ class LaunchGrid:
 
     ``replicas``: for each replica, its slots by position; the replicas of the launch come first, then the ``more``
     replicas by which the run may grow.  ``inner_ranks``: number of data-parallel ranks in one replica; 1 unless experts
-    are spread over data-parallel ranks.  ``inner_rank_of[p]``: the inner rank of position p.  ``tensor``: size of a
-    tensor-parallel group, whose positions are consecutive.
+    or the shards of Megatron-FSDP are spread over them.  ``inner_rank_of[p]``: the inner rank of position p.
+    ``tensor``: size of a tensor-parallel group, whose positions are consecutive.
     """
 
     replicas: tuple[tuple[Slot, ...], ...]
@@ -54,7 +54,7 @@ class LaunchGrid:
         return self.launched * self.size
 
     def with_room_for(self, most: int) -> LaunchGrid:
-        """Return this grid with places for ``most`` replicas in all; never fewer than the replicas of the launch."""
+        """Return this grid with places for ``most`` replicas, or for the replicas of the launch if these are more."""
         launch = self.replicas[: self.launched]
         more = max(0, most - len(launch))
         first = range(self.world, self.world + more * self.size, self.size)
@@ -64,7 +64,8 @@ class LaunchGrid:
     def column(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
         """Return ``slots``, a process group of the launch, plus the same positions of replicas that may be added later.
 
-        A group that does not span all replicas of the launch is returned unchanged.
+        A group that does not span all replicas of the launch is returned unchanged, and so is every group if the launch
+        has only one replica.
         """
         positions: dict[int, list[int]] = {}
         for slot in slots:

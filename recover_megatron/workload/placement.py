@@ -19,7 +19,8 @@ replicas.  A new replica without changes of position lowers that sum by exactly 
 does not prevent another replica later.
 
 If two live workers cannot connect to each other, but other workers can reach both, the *edge* between the two workers
-is broken.  They get no places in the same grid (``cover``, ``compatible_replicas``, ``connectable``, ``can_connect``).
+is broken.  The two workers get no places in the same grid (``cover``, ``compatible_replicas``, ``connectable``,
+``can_connect``).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Placement:
 
 
 def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, spares: int = 0) -> int:
-    """Return the number of new replicas that a run may form now.
+    """Return the number of new replicas that a run may form.
 
     ``whole``: number of complete replicas; ``waiting``: number of workers without a place; ``size``: number of workers
     in a replica; ``launched``: number of replicas at launch; ``most``: greatest number of replicas.  All waiting
@@ -117,7 +118,7 @@ def assemble(
         raise ValueError(f"ids of complete replicas outside range({slots}): {foreign}")
     for worker, candidate in sorted(candidates.items()):
         if candidate.position is not None and not 0 <= candidate.position < shape.size:
-            raise ValueError(f"worker {worker} has position {candidate.position}, but a replica has {shape.size}")
+            raise ValueError(f"worker {worker} has position {candidate.position}, outside range({shape.size})")
     free = [replica for replica in range(slots) if replica not in taken]
     most = len(free) if most is None else min(most, len(free))
     formed = _form(candidates, shape, most)
@@ -158,7 +159,7 @@ def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_
             by_node[candidates[worker].node][index].append(worker)
     teams = [team for here in by_node.values() for team in zip(*here, strict=False)]
     teams.sort(key=lambda team: (sum(candidates[worker].movable for worker in team), min(team)))
-    # Each team uses one worker of every column, so using teams within nodes first does not reduce the total number.
+    # Each team uses one worker of every column, so using teams within nodes first does not lower the number of teams.
     if cross_node:
         used = {worker for team in teams for worker in team}
         teams += zip(*([worker for worker in column if worker not in used] for column in columns), strict=False)
@@ -224,8 +225,8 @@ def build_ahead(
              first (workers on the spare's node do not count, because the spare is lost with this node)
     teams    if a tensor-parallel group must be on one node: the spares of a node form as many complete teams as
              possible, for different groups, preferably for groups whose workers are on other nodes
-    rest     the remaining spares of a node can replace only workers on the same node: they get the position with the
-             most workers on that node, minus the spares there
+    rest     the remaining spares of a node can replace only workers on the same node: each gets the position at which
+             the number of workers minus the number of spares on that node is greatest
 
     ``spares``: all live workers without a place; the ready spares that have no model get a position.  ``replicas``:
     the workers with a place, by position.  ``nodes``: worker with a place -> its node.
@@ -260,8 +261,8 @@ def _cover(
 ) -> tuple[float, int]:
     """Return a sort key, which is lowest for the group of positions with the greatest need for another spare.
 
-    This is the group with the fewest spares for its workers on nodes other than ``node``; of equal groups, the group
-    with the fewest spares on ``node``, since spares of one node are lost together.
+    This is the group with the fewest spares in proportion to its workers on nodes other than ``node``; of equal groups,
+    the group with the fewest spares on ``node``, since spares of one node are lost together.
     """
     at_risk = min(sum(positioned[position].values()) - positioned[position][node] for position in group)
     spares = min(sum(count for (p, _), count in covered.items() if p == position) for position in group)

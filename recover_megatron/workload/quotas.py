@@ -2,8 +2,8 @@
 
 All microbatches of an iteration cost the same, so an iteration takes as long as its slowest replica: ``max(quota /
 speed)``.  A greedy rule minimises this time: give each unit to the replica that would finish it first.  Proof: a better
-solution gives fewer units to the replica that finishes last, so it gives another replica one more.  But the greedy rule
-gave the slowest replica its last unit because no other replica would have finished one more unit earlier.
+solution gives fewer units to the replica that finishes last, so it gives another replica at least one more.  But the
+greedy rule gave the slowest replica its last unit because no other replica would have finished another unit earlier.
 
 A unit is ``multiple_of`` microbatches, because all inner ranks of a replica run the same number.  An interleaved
 pipeline schedule runs at least as many microbatches as it has stages (`assign`), so a replica has at least ``least``
@@ -31,9 +31,9 @@ def quotas(
     """Share out ``total`` microbatches; return replica id -> quota, in the order of the ids.
 
     The quotas sum to ``total`` and minimise max(quota / speed).  Each quota is a multiple of ``multiple_of``, and is
-    zero or at least ``least``.  If there are enough microbatches, even a slow replica gets some, because otherwise its
-    speed would never be measured again.  If two replicas would finish a unit at the same time, the replica with the
-    lower id gets it: 32 microbatches on 7 replicas are 5, 5, 5, 5, 4, 4, 4.
+    zero or at least ``least``.  If there are enough microbatches, each replica gets some, however slow it is, because
+    otherwise its speed would never be measured again.  If two replicas would finish a unit at the same time, the
+    replica with the lower id gets it: 32 microbatches on 7 replicas are 5, 5, 5, 5, 4, 4, 4.
 
     ``speeds``: replica -> microbatches per second, or values proportional to that; default: all are equal.  A replica
     without a speed gets the median speed.
@@ -56,8 +56,9 @@ def quotas(
 def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit: int, fewest: int) -> dict[int, int]:
     """Share out ``units`` so that the last replica finishes as early as possible; return replica -> units.
 
-    Each replica gets no units, or at least ``fewest``.  ``load``, ``speeds``, ``unit``: as for `greedy`.  As few
-    replicas as possible get units, provided that the last replica does not finish later.
+    Each replica gets no units, or at least ``fewest``.  ``load``, ``speeds``, ``unit``: as for `greedy`.  If
+    ``fewest`` is above 1, as few replicas get units as possible without delaying the time at which the last replica
+    finishes.
 
     Raises ValueError if ``units`` is above 0 and below ``fewest``.
     """
@@ -218,7 +219,7 @@ class Balance:
         """Relative standard deviation of one measurement."""
 
     def begin(self, paces: Mapping[int, float]) -> None:
-        """Begin a new plan; ``paces``: replica -> its pace in the plan (1.0: the median), without new replicas."""
+        """Begin a new plan; ``paces``: replica -> its pace in the plan (median: 1.0); new replicas are absent."""
         self._history = {replica: [math.log(pace)] * KNOWN for replica, pace in paces.items() if pace > 0}
         self._latest, self._differences, self.noise = {}, [], NOISE
 
@@ -278,7 +279,7 @@ def rebalanced(
     least: int = 1,
     gain: float = GAIN,
 ) -> dict[int, int]:
-    """Return quotas that come closer to the minimum of max(quota * pace); ``current`` if the gain is too small.
+    """Return quotas with a lower max(quota * pace) than ``current``; return ``current`` if the gain is too small.
 
     ``current``: replica -> present quota; the quotas sum to ``total``.  Each quota changes by at most a factor of
     ``STEP``, is a multiple of ``multiple_of``, and stays at least ``least`` if it was above zero.  A replica with quota

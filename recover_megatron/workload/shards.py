@@ -33,7 +33,7 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """Transfer of state: worker ``source`` sends elements start:stop of a bucket to ``target``, for ``unit``."""
+    """Transfer of state from ``source`` to ``target``: elements start:stop of a bucket, which belong to ``unit``."""
 
     source: int
     target: int
@@ -185,7 +185,7 @@ def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], nume
     """Return, for each of ``members`` (in ring order), the parts of a bucket for which it is the primary.
 
     Parts are ascending and disjoint.  ``live``: the members that were live when the layout was made; members that have
-    joined since then hold no state.  Raises ValueError if no live worker has some unit.
+    joined since then hold no state.  Raises ValueError if no live worker holds one of the units.
     """
     found: dict[int, list[Part]] = {worker: [] for worker in members}
     for unit in layout.units:
@@ -215,7 +215,7 @@ def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> fro
     """Return all distances, in the ring of ``members``, from a unit's primary to another live holder of the unit.
 
     ``live``: the members that were live when the layout was made.  The distances are multiples of the layout's stride,
-    unless members have joined since then.
+    unless members have joined or left since then.
     """
     at = {worker: number for number, worker in enumerate(members)}
     found: set[int] = set()

@@ -46,7 +46,8 @@ class Spread:
 def copies(
     replicas: Sequence[Sequence[int]], domains: Mapping[int, Sequence[str]], tier: str, spread: Spread | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Return number of the snapshot part -> (giver, keeper); an empty dict if no snapshots are taken.
+    """Return a dict: number of a snapshot part -> (giver, keeper).  The dict is empty if no snapshots are taken,
+    which is always the case with a single worker.
 
     ``replicas``: the workers of each replica by position.  ``domains``: worker -> its domains.  ``tier``: with
     "always" and "off", snapshots are taken always or never; with "auto", only if the loss of one domain would take all
@@ -84,10 +85,10 @@ def part_of(worker: int, workers: Sequence[int], positions: int) -> int:
 
 
 def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> bool:
-    """Return whether some shard is lost with one domain, because this domain breaks all replicas that hold the shard.
+    """Return whether some domain breaks all replicas that hold some shard, so that the shard is lost with the domain.
 
     ``replicas``: one worker of each replica, in ring order.  If Megatron places the shards, their holders are not
-    known here; then returns whether one domain breaks at least as many replicas as hold a shard.
+    known here; then returns whether one domain breaks at least as many replicas as a shard has holders.
     """
     broken: dict[str, int] = {}
     for worker in replicas:
@@ -124,7 +125,7 @@ def _farthest(giver: int, own: Mapping[int, frozenset[str]], groups: Groups) -> 
 
 
 def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[int, int]) -> list[tuple[int, int]]:
-    """Return (giver, keeper) for the shards of each worker, ascending; the giver is this worker.
+    """Return (giver, keeper) for the shards of each worker, in ascending order; the giver is the worker itself.
 
     Takes time nearly linear in the number of workers.
     """
@@ -143,7 +144,7 @@ def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[
 
 
 def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) -> int:
-    """Return the worker in the heap ``queue`` with the lowest load, except ``giver``; update outdated loads there."""
+    """Return the worker in the heap ``queue`` with the lowest load, except ``giver``; update outdated loads in it."""
     skipped = []
     while True:
         known, worker = queue[0]
@@ -163,7 +164,8 @@ def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
 
     With this interval the snapshots take as much time as the iterations that are repeated after losses.  ``cost``:
     seconds for which a snapshot delays the training.  ``behind``: seconds that a snapshot takes in the background; the
-    interval is no shorter.  ``iteration``: seconds of an iteration; ``domains``: number of domains that may be lost.
+    interval is not shorter than this.  ``iteration``: seconds of an iteration; ``domains``: number of domains that may
+    be lost.
     """
     if iteration <= 0:
         return FIRST_INTERVAL

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Counts = tuple[int, ...]
-"""A number for each tensor-parallel group."""
+"""Numbers, one for each tensor-parallel group or for each position."""
 
 
 @dataclass(frozen=True)

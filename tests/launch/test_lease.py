@@ -187,7 +187,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answer]:
         ("slurm", IN_SLURM, {"kind": SLURM, "place": "n1"}),
         ("off", IN_SLURM, {}),
         ("auto", {}, {}),
-        ("kubernetes", IN_SLURM, {"reason": "this is not a node of Kubernetes' API server"}),
+        ("kubernetes", IN_SLURM, {"reason": "no variable gives its name in Kubernetes' API server"}),
     ],
 )
 def test_a_node_tells_what_the_witness_calls_it(

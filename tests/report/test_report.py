@@ -107,7 +107,7 @@ def test_a_last_line_cut_by_a_crash_is_left_out_and_a_spoiled_one_before_it_is_n
     assert "8 (1 to 8)" in summary(write_steps(tmp_path, GOOD, end=step(9).to_json()[:40]))
     told = summary(write_steps(tmp_path, GOOD, end="{}\n" + step(10).to_json() + "\n"), code=1)
     assert "left out        1 damaged line (NUL bytes, half a line, or two mixed): steps.jsonl:9" in told
-    assert "NOT all shown: iteration 9 is not shown" in told
+    assert "NOT proven completely: iteration 9 is not shown" in told
     assert "counted exactly once" not in told
     told = summary(write_steps(tmp_path, [*GOOD, step(9)], end="{}\n" + step(10).to_json() + "\n"))
     assert "steps.jsonl:10" in told, "the iteration of the spoiled line was run again"
@@ -116,7 +116,7 @@ def test_a_last_line_cut_by_a_crash_is_left_out_and_a_spoiled_one_before_it_is_n
 @pytest.mark.parametrize("spoiled", ["\0" * 300, '{"iteration": 9, "lo\0\0', "\0\n"])
 def test_what_may_have_followed_the_last_line_is_not_shown(tmp_path: Path, summary: Summary, spoiled: str) -> None:
     told = summary(write_steps(tmp_path, GOOD, end=spoiled), code=1)
-    assert "NOT all shown: iterations after 8 are not shown" in told
+    assert "NOT proven completely: iterations after 8 are not shown" in told
     assert "iterations after 0 are not shown" in summary(write_steps(tmp_path, [], end=spoiled), code=1)
 
 
@@ -144,17 +144,17 @@ def test_iterations_that_log_rotation_has_taken_are_not_shown(tmp_path: Path, su
         )
         return summary(write_steps(tmp_path, timed[first - 1 :]), code=code)
 
-    assert "NOT all shown: iterations 1 to 4 are not shown" in of(5, [(1, 100.0)], 1)
+    assert "NOT proven completely: iterations 1 to 4 are not shown" in of(5, [(1, 100.0)], 1)
     assert "goodput" not in of(5, [(1, 100.0)], 1), "time of which nothing is known is no time without work"
     assert "goodput" in of(5, [(5, 104.0)], 0), "a run that goes on from a checkpoint of another folder"
     of(5, [(1, 50.0), (5, 104.0)], 0)  # the first launch committed nothing
-    assert "NOT all shown: iterations 1 to 4 are not shown" in of(5, [], 1), "the start was rotated away, too"
+    assert "NOT proven completely: iterations 1 to 4 are not shown" in of(5, [], 1), "the start was rotated away, too"
     of(5, [(1, 50.0), (5, 200.0)], 0)  # by a host whose clock is ahead
     (tmp_path / "events.jsonl").unlink()
     summary(tmp_path)  # steps.jsonl alone was copied
     of(5, [(1, 50.0), (5, 104.0)], 0)
     (tmp_path / "steps.jsonl").write_bytes(bytes(300) + b"\n" + (tmp_path / "steps.jsonl").read_bytes())
-    assert "NOT all shown: iterations 1 to 4 are not shown" in summary(tmp_path, code=1)
+    assert "NOT proven completely: iterations 1 to 4 are not shown" in summary(tmp_path, code=1)
 
 
 @pytest.mark.parametrize("told", ["end", "checkpoint"])
@@ -174,7 +174,7 @@ def test_iterations_of_an_earlier_launch_that_log_rotation_has_taken_are_not_sho
         return summary(write_steps(tmp_path, timed[first - 1 :]), code=code)
 
     both = [("start", 1), (told, 4), ("start", 5)]
-    assert "NOT all shown: iterations 1 to 4 are not shown" in of(5, both, 1)
+    assert "NOT proven completely: iterations 1 to 4 are not shown" in of(5, both, 1)
     assert "iterations 1 to 6 are not shown" in of(7, both, 1)
     of(1, both, 0)
     of(5, [("start", 1), ("start", 5)], 0)

@@ -51,7 +51,7 @@ _creating = threading.Lock()
 CONNECT_SECONDS = 10.0
 """Time limit in seconds for gloo to connect after all members have published their addresses."""
 _DROP_SECONDS = 1.0
-"""Seconds that ``close`` waits for the thread that destroys aborted groups; after that the thread may still run."""
+"""Maximum number of seconds that ``close`` waits for the destruction of aborted groups; a thread continues it then."""
 
 
 def _sockets() -> list[socket.socket]:
@@ -168,7 +168,7 @@ class GivenUp:
     LOOKS = 30
     """Number of polls of each thread after which gloo never closes a connection that is still open.
 
-    Normally the first poll closes it.
+    gloo closes a connection at the first poll or never.
     """
 
     FIRST = 20
@@ -290,8 +290,9 @@ class GlooGroups:
         """Create all groups.  Raises ``EpochRevoked``, ``TimeoutError`` or ``PeerLost``; then no group exists.
 
         ``me``: number of this worker, an id or a position.  ``groups``: group name -> numbers of the members in rank
-        order, including ``me``; all members use the same names.  ``ring``: prefix of the keys in ``store``, the same on
-        all members, used only once.  ``timeout``: time limit in seconds for each other member to publish its addresses.
+        order, including ``me``; all members of a group use the same name for it.  ``ring``: prefix of the keys in
+        ``store``, the same on all members of these groups, used only once.  ``timeout``: time limit in seconds for each
+        other member to publish its addresses.
         """
         self.backends: dict[str, Any] = {}
         self._cancel_token = cancel_token
@@ -330,7 +331,7 @@ class GlooGroups:
         cancel_token.on_cancel(self.abort)
 
     def _build(self, name: str, rank: int, size: int, device: Any, timeout: float) -> None:
-        """Create a group in a thread.  It is not joined: if gloo hangs, the thread ends when gloo's timeout expires."""
+        """Create a group in a thread, which is not joined: if gloo hangs, gloo's timeout ends the thread."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device]
@@ -388,7 +389,10 @@ class _Job:
 
 
 class Waiter:
-    """Interruptible wait for gloo operations: ``wait`` returns when the operation is over, or the token is cancelled.
+    """Interruptible wait for gloo operations.
+
+    ``wait`` returns when the operation is over.  It raises ``EpochRevoked`` when the token is cancelled, and
+    ``PeerLost`` if the operation fails.
 
     A separate thread runs gloo's own wait, which cannot be interrupted.  Only one thread may call ``wait``.
 

@@ -27,7 +27,7 @@ from recover_megatron.collectives.gloo.abortable_groups import NO_TIMEOUT, Waite
 from recover_megatron.collectives.torch_nccl import make_group, register
 
 POLL = timedelta(seconds=0.25)
-"""Length of one wait for a collective; between two such waits the worker checks whether its replica is broken."""
+"""Time limit of one wait for a collective; after it the worker checks whether its replica is broken, and repeats."""
 
 _NOT_IN_PIECES = (
     "send", "recv", "recv_anysource", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
@@ -89,8 +89,8 @@ class AbortableWorks:
         """Wait until no abandoned collective writes to its tensors, but for at most one second.
 
         Call this when gloo has closed the connections.  Even then a thread of gloo may still sum data that arrived
-        before the shutdown.  If a collective is not over after one second, gloo has missed the shutdown, and its thread
-        waits for a message that never comes: it writes nothing.
+        before the shutdown.  If a collective is not over after one second, this method assumes that gloo has missed the
+        shutdown; then gloo's thread waits for a message that never comes, and writes nothing.
         """
         self._forget_completed()
         # ``is_completed`` of a failed reduce-scatter returns False, so threads wait for all remaining works.
@@ -157,7 +157,10 @@ class AbortableWork(dist.Work):
         self._over = over
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation is done.  Raises ``DistBackendError`` if the replica breaks, else gloo's errors.
+        """Wait until the operation is done.  Raises ``DistBackendError`` if the replica breaks.
+
+        If the operation itself fails first, raises gloo's ``RuntimeError``; for a message or a reduce-scatter
+        ``PeerLost``.
 
         ``timeout``: time limit for gloo's own wait, which cannot be interrupted.  None: the wait has no limit, and it
         is interruptible.
@@ -251,7 +254,7 @@ class SwappableGroup(dist.ProcessGroup):
                 self.__dict__[name] = method
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Make all waits for this group's gloo operations raise when the token of ``guard`` is cancelled."""
+        """Make gloo waits of this group without a time limit raise when the token of ``guard`` is cancelled."""
         self._guard = guard
         self.bind(self.inner)
 

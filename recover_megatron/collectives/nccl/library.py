@@ -39,7 +39,7 @@ class Library:
     errors: tuple[type[Exception], ...]
 
     def config(self) -> Any:
-        """Return the configuration of a non-blocking communicator, whose calls return before they are complete."""
+        """Return the configuration of a non-blocking communicator, whose calls may return before they are complete."""
         return self.core.NCCLConfig(blocking=False)
 
     def unique_id(self) -> str:
@@ -65,8 +65,8 @@ def abort_beside(
     """Call ``abort`` in a new thread, because it may wait for the device; then call ``over``.
 
     ``over`` gets the error that ``abort`` raised, or None.  ``cuda``: ``torch.cuda``, or a double.  In the thread,
-    ``device`` is the current device.  With the default, device 0, NCCL's abort would create a context of about 400 MB
-    on device 0, because it restores the current device at its end.
+    ``device`` is the current device.  Otherwise device 0 would be current, and the abort, which restores the current
+    device at its end, would create a context of about 400 MB on device 0.
     """
 
     def run() -> None:

@@ -17,8 +17,8 @@ waits only for earlier sends, whose receivers already have their turn, so worker
 When the TCP connection between the workers closes, or a message takes too long, this end cancels the pair's token and
 aborts its operation at once, without an agreement with the other end.  The abort may complete a message at the other
 end with garbage.  No trailer follows that message, so the receiver does not use it (`collectives.state.receiver`).  The
-garbage is in a buffer of the pair, which lives until the abort is over.  Then the receiver requests the missing chunks
-through host memory, over another connection, or from other workers.
+garbage is in a buffer of the pair, which lives until the abort is over.  The receiver then requests the missing chunks
+through host memory, over another connection, or from other workers; it does not wait for the abort.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Keeper:
     def give(self, communicator: Communicator) -> None:
         """Put a communicator into the pool at the end of its epoch; if it is not READY, abort it instead.
 
-        Call this when ``communicator.quiesce`` has returned.
+        After an error, ``communicator.quiesce`` must have returned before this call.
         """
         if self._keeps and communicator.state is State.READY:
             communicator.release()

@@ -170,7 +170,7 @@ class Ring(Executor[RingTask]):
     # ---- sending
 
     def _post_sends(self) -> None:
-        """Send messages in program order, up to the first message that depends on a receive that is not processed."""
+        """Send messages in program order, until one depends on a receive that is not processed yet."""
         while self._to_send:
             run = self._to_send[0]
             sends = run.program.sends

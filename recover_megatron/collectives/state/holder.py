@@ -50,7 +50,7 @@ MAX_TEXT = 256 << 20
 
 KIND = "state"
 CHUNK = 8 << 20
-"""Default size of a chunk in bytes; with chunks of 1 MiB, a transfer is 50 % slower because of the requests."""
+"""Default size of a chunk in bytes; with chunks of 1 MiB, a transfer takes 50 % longer because of the requests."""
 LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
 """Size in bytes of a chunk for transfers from GPU to GPU, and the maximum chunk size that a receiver accepts."""
 HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
@@ -104,7 +104,7 @@ class Offer:
         """Record that a connection failed with ``error`` before the receiver sent DONE over it.
 
         The receiver counts as lost only when its last connection has ended: a receiver that has the complete state
-        closes its other connections without DONE.
+        may close other connections without DONE.
         """
         with self._lock:
             self._connections -= 1

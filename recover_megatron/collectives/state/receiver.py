@@ -210,11 +210,11 @@ class _Missing:
 class Receiver:
     """Receiver of one state.  The caller calls ``fetch`` once.
 
-    ``sources``: the holders; the first one that offers the state becomes the leader.  ``place``: returns the memory for
-    each tensor.  ``stay``: called repeatedly; an error that it raises aborts the receipt.  ``awaited``: called
-    repeatedly while a holder has not offered the state; an error that it raises ends this wait.  ``progress``: called
-    when chunks have arrived.  ``lost``: called repeatedly; returns the holders that are known to be dead.  The receiver
-    shuts the connections to dead holders, because the kernel closes them only after it has freed the process's memory.
+    ``sources``: the holders, in the order in which they are tried as leader.  ``place``: returns the memory for each
+    tensor.  ``stay``: called repeatedly; an error that it raises aborts the receipt.  ``awaited``: called repeatedly
+    while a holder has not offered the state; an error that it raises ends this wait.  ``progress``: called when chunks
+    have arrived.  ``lost``: called repeatedly; returns the holders that are known to be dead.  The receiver shuts the
+    connections to dead holders, because the kernel closes them only after it has freed the process's memory.
     """
 
     def __init__(

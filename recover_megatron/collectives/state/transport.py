@@ -45,9 +45,9 @@ class Digest:
     """64-bit digest of the bytes and the order of a sequence of tensors; it does not depend on the kind of device.
 
     A tensor is divided into rows of 64-bit words.  Each word of a row is multiplied by a different odd factor, and the
-    products are summed modulo 2**64.  The digest is the value of a polynomial at an odd number; its coefficients are
-    the sums of all rows and the lengths of all tensors.  So the change of a single bit always changes the digest.  It
-    detects accidental changes, but no deliberate ones.
+    products are summed modulo 2**64.  The digest is the value of a polynomial at an odd number; its coefficients are,
+    for each tensor, the sums of its rows, the bytes after its last complete word, and its length.  So the change of a
+    single bit always changes the digest.  It detects accidental changes, but no deliberate ones.
     """
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def unflatten(text: str, place: Place) -> tuple[Any, list[torch.Tensor]]:
-    """Return the tree that ``flatten`` has converted to ``text``, and its tensors, created by ``place``.
+    """Return the tree that ``flatten`` has converted to ``text``, and its tensors, which ``place`` has returned.
 
     Raises ``Disagreement`` if the text numbers the tensors out of order.
     """

@@ -90,7 +90,7 @@ class Transport(Order, ABC):
     def close(self) -> None:
         """Release all resources.
 
-        If this member then exits, a neighbour raises an error only if it awaits a message from this member.
+        If this member then exits, a neighbour raises an error only if it still has to exchange messages with it.
         """
 
     def on_sent(self, callback: Callable[[], None]) -> None:

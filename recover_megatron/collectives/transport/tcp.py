@@ -1,7 +1,8 @@
 """Transport of a ring over two TCP connections: one to the successor, one from the predecessor.
 
-Bytes are transferred only while a thread calls ``wait``.  A wait for one message also transfers bytes of the other
-connection, so a ring in which all members send before they receive does not deadlock.
+One thread drives the transport: ``send`` sends only what the kernel accepts at once, and ``wait`` transfers the rest.
+A wait for one message also transfers bytes of the other connection, so a ring in which all members send before they
+receive does not deadlock.
 
                   +---------------------------------------------------------------------------+
     member r      |-- mode (1 byte), then messages: header (tag, slot, length) [ payload ] -->|   member r + 1
@@ -13,7 +14,8 @@ connection, so a ring in which all members send before they receive does not dea
     GOODBYE:     the successor closes the connection, but is not dead
 
 The header is checked before its payload is used.  If a neighbour dies, its connection closes, and ``wait`` raises
-``PeerLost``, even if it is waiting for the other neighbour.
+``PeerLost`` at once, even if it is waiting for the other neighbour.  (It notices the death of the predecessor only
+while a receive is posted.)
 """
 
 from __future__ import annotations

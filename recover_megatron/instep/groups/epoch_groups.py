@@ -94,8 +94,8 @@ class _Column:
 
 @dataclass(eq=False)
 class EpochGroups:
-    """Groups of one worker in epoch ``number``.  ``_peer_stores``: slot -> address of the peer store, for all
-    members."""
+    """Groups of one worker in epoch ``number``.  ``_peer_stores``: slot -> address of the peer store of this slot's
+    worker."""
 
     number: int
     _me: Slot
@@ -105,8 +105,8 @@ class EpochGroups:
     """Function that waits until all live workers know that this epoch is over; used for rings over NCCL
     (``CancelToken``)."""
     in_touch: Callable[[], None] = lambda: None
-    """Function that waits until the coordinator has answered within the last heartbeat timeout; used for rings
-    over NCCL (``CancelToken``)."""
+    """Function that waits until the coordinator has answered a message that is less than a heartbeat timeout old; used
+    for rings over NCCL (``CancelToken``)."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)

@@ -13,12 +13,13 @@ their replica, and would never come to the meeting.
 
 If some member is past the barrier, all members have reached the barrier, and have the result.  A member that was
 interrupted in the barrier then uses its own result.  If the operation is over for no live member, the live members
-repeat it, each on its original input.  The lowest live member is the leader: it asks all other members whether the
-operation is over for them, and publishes the answer on its peer store (``Announcements``).
+repeat it, each on its original input.  (It may have been over for a member that has died since; no worker needs to
+know.)  The lowest live member is the leader: it asks all other members whether the operation is over for them, and
+publishes the answer on its peer store (``Announcements``).
 
 If the leader cannot reach the peer store of a live member, the operation continues without this member.  A member that
-cannot reach the leader leaves, so its replica loses its place.  While the two workers
-cannot connect, no plan gives places to both (`edges`).
+cannot reach the leader leaves, so its replica loses its place.  While the two workers cannot connect, no plan gives
+places to both (`edges`).
 
 Meanwhile the rendezvous stays open, since this worker joins it only when the operation is over.  This causes no cycle
 of waits: the operation waits only for workers for which its members would wait even if no worker had died.
@@ -78,11 +79,13 @@ class Exchange:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, label: str, workers: Sequence[Slot], members: Sequence[Slot], perform: Perform) -> None:
-        """Carry out an operation once, with all ``members`` (slots, in rank order) or, after a death, with the live
-        ones.
+        """Carry out an operation once, with all ``members`` (slots, in rank order) or, after an interruption, with
+        those that remain.
 
         ``label`` and ``workers`` (the slots of the launch) identify the group.  ``perform`` may be called more than
-        once; the result is that of the last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
+        once; the result is that of the last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``,
+        ``PeerLost`` if this worker and the leader cannot connect, and Disagreement if the operation is over, but this
+        worker has no result.
         """
         group = name_of(label, workers)
         operation = self._next(group)

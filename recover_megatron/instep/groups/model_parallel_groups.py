@@ -206,7 +206,8 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Recorded connections of groups and, among them, connections of another thread, which gloo does not close."""
+        """Connections recorded for groups during whose creation another thread opened connections, too.  ``end`` shuts
+        them, but ``left`` does not wait until they are closed, since gloo never closes those of the other thread."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut down, and that gloo may not have closed yet."""
         self._gloo_done = True
@@ -325,8 +326,11 @@ class ModelParallelGroups:
     def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
         """Create the recorded groups again, among the present workers of ``replica``.
 
-        Ends the old groups first, if they have not been ended.  The new groups outlive the epoch; but if the epoch ends
-        while they are created, they are ended, too.  Raises ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
+        Groups of a single worker are not created again, unless they are placeholders.
+
+        Ends the old groups first, if they have not been ended; they still exist only if this worker has built its model
+        alone.  The new groups outlive the epoch; but if the epoch ends while they are created, they are ended, too.
+        Raises ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
         """
         self.end()
         self.left()

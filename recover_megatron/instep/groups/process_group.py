@@ -274,7 +274,7 @@ for _name in ("set_timeout", "_set_default_timeout", "shutdown", "abort"):
 
 
 def _not_carried(name: str) -> Callable[..., Any]:
-    """Return a method for an unsupported operation: it calls torch's method in ``Mode.STARTING``, or else raises."""
+    """Return a method for an unsupported operation: it calls torch's method in ``Mode.STARTING``, else ends the run."""
 
     def method(self: EpochGroup, *args: Any, **kwargs: Any) -> Any:
         if self._traffic.mode is Mode.STARTING:

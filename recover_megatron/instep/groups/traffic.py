@@ -3,15 +3,15 @@
 STARTING    before the first epoch: torch's own group carries out the operation
 ALONE       while a worker builds its model, or takes a place again: nothing is sent, and the worker's own data is
             the result
-STEP        inside a training step, which sums the gradients over replicas itself: an operation that this sum replaces
-            is not sent, and any other operation ends the run
+STEP        inside a training step, which sums the gradients over replicas itself: an operation that is unnecessary
+            there (``Traffic._known``) is not sent, and any other operation ends the run
 SECTION     inside a section: a group of the epoch carries out the operation; a revoke raises EpochRevoked
 DEFERRED    as SECTION, for a section whose workers depend on each other inside their replica (evaluation): after a
             revoke the section continues with local data, and EpochRevoked is raised at the section's end
 OPEN        anywhere else: the group's members carry out the operation once; if some members die, the remaining members
             carry it out (`exchange`)
 
-If only this worker calls an operation, for example in a signal handler, no other worker is affected (`out_of_turn`).
+If only this worker calls an operation, for example in a signal handler, at most this worker is stopped (`out_of_turn`).
 
 ``Among`` names the live members that carry out an operation; ``caller`` finds the code that called the operation;
 ``Staged`` holds copies of the operation's tensors.
@@ -252,8 +252,8 @@ class Traffic:
     slot: Slot
     mode: Mode = Mode.STARTING
     _known: Callable[[Caller], bool] = lambda caller: False
-    """Function that returns whether a caller's operation inside a step is unnecessary, since the step sums the
-    gradients."""
+    """Function that returns whether a caller's operation is unnecessary inside a step, because the step computes the
+    result itself, or no result depends on the operation."""
     _averages: Callable[[Caller], bool] = lambda caller: False
     """Function that returns whether a caller's operation averages a value of one microbatch over replicas.
 

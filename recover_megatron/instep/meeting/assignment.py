@@ -81,7 +81,7 @@ class Assignment:
         self.position: int | None = None
         """The position for which this worker's model is built; None: no model yet."""
         self.taken_up: Decision | None = None
-        """The last plan with a place for this worker; None: the worker has not joined the first epoch yet."""
+        """The last plan with a place for this worker; None: the worker has had no place yet."""
         self.committed_by_plan = 0
         """Number of the last decision that was committed when this worker's last epoch was formed."""
         self._epoch_groups: EpochGroups | None = None
@@ -103,17 +103,20 @@ class Assignment:
 
     @property
     def started(self) -> bool:
-        """True after this worker has joined the first epoch; a death before that ends the run."""
+        """True after this worker has taken its first place.  A death before the first epoch ends the run."""
         return self.taken_up is not None
 
     def present(self) -> tuple[EpochGroups | None, bool]:
-        """Return the groups of the present epoch, if any, and whether this worker has joined the first epoch, both
-        read under one lock."""
+        """Return the groups of the present epoch, if any, and whether this worker has taken its first place; both
+        are read under one lock."""
         with self.lock:
             return self._epoch_groups, self.started
 
     def at_once(self) -> tuple[Decision | None, EpochGroups | None, int, int, int | None]:
-        """Return the last plan, its groups, and this worker's replica, inner rank and position, read under one lock."""
+        """Return ``taken_up``, the present groups, and this worker's replica, inner rank and position.
+
+        All are read under one lock.
+        """
         with self.lock:
             return self.taken_up, self._epoch_groups, self.replica, self.inner_rank, self.position
 
@@ -153,7 +156,10 @@ class Assignment:
         return pending if pending is not None and pending.at == number else None
 
     def begun_by_others(self, number: int) -> bool:
-        """Return whether only other workers had begun step ``number`` when the epoch was formed (see ``pending``)."""
+        """Return whether only other workers had begun step ``number`` when the epoch was formed.
+
+        Returns False after a call of ``pending``.
+        """
         return self._pending is not None and self._pending.at == number
 
     # ---- workers by slot
@@ -199,7 +205,8 @@ class Assignment:
 
     @property
     def lost_mates(self) -> list[int]:
-        """Workers of this worker's replica that are not in the newest epoch or open rendezvous, ascending."""
+        """Workers of this worker's replica that are missing in the open rendezvous or, if none is open, in the last
+        epoch; ascending."""
         return sorted(self.mates - self._session.opened_members)
 
     # ---- the microbatches

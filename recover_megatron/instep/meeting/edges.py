@@ -1,4 +1,4 @@
-"""Finds workers that a worker cannot reach, and ends a run that makes no progress because of them.
+"""Finds workers that this worker cannot reach, and counts the epochs in which the run makes no progress.
 
     an epoch ends --by a death------> the next epoch
                   '--without a death--> probe the workers to which connections of this worker failed
@@ -30,8 +30,8 @@ TRUSTED, MOST = 4, 10
 """Numbers of repeated epochs (``Edges.tries``).  After ``TRUSTED`` repeated epochs a worker to which a connection
 failed counts as unreachable without a probe.  After ``MOST`` repeated epochs the run ends."""
 ALL = 256
-"""Greatest size of a run in which a worker probes all other workers; in larger runs it probes only its column, its
-replica and the spares."""
+"""Greatest number of workers of a run in which each worker probes all others; in larger runs a worker probes only its
+column, its replica and the spares."""
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[int]]

@@ -133,9 +133,10 @@ class Members:
     def orphans(self) -> tuple[Grid, int | None]:
         """Return the replicas that orphans form if no replica is complete, and the version of their state.
 
-        The version is the newest that orphans hold in all positions.  While some workers are still leaving the
-        training, only the newest version of any ready worker is used.  Afterwards a version that is one iteration older
-        may be used; then the last step is run again.  Older versions are used only by a rollback (``held``).
+        The version is the newest that orphans hold in all positions: the one after the newest iteration that any member
+        reports, or the one before this iteration.  With the one before, the last step is run again.  While some workers
+        are still leaving the training, only the newest version of any ready worker is used.  Older versions are used
+        only by a rollback (``held``).
         """
         last = max((status.iteration for status in self.statuses.values()), default=0) - 1
         versions = [version for version in self._versions() if version >= last and not self.missed]
@@ -179,7 +180,10 @@ class Members:
         return {}, None
 
     def going_back(self) -> Placement | None:
-        """Form replicas of all ready workers, for a rollback; None if some workers are still leaving the training."""
+        """Form replicas of ready workers, whatever their state, for a rollback.
+
+        Returns None if some workers are still leaving the training.
+        """
         if self._coming:
             return None
         ready = {worker: one for worker, one in self.usable().items() if one.ready}

@@ -133,7 +133,9 @@ class Orphan:
     # ---- wait
 
     def wait(self, **offer: Any) -> Decision:
-        """Wait until a plan gives this worker a place; return this plan.  Called by the main thread.
+        """Wait until a plan gives this worker a place; return this plan.
+
+        Called by the main thread, outside the training.
 
         ``offer``: fields of ``JoinStatus``: ``version`` and ``digest`` of this worker's state; ``position=None`` if
         this worker can take no place.  Raises ``OtherPosition`` if it must build the model of another position,

@@ -316,9 +316,10 @@ def _lost(
     rules: Rules,
     paces: Mapping[int, float],
 ) -> dict[int, list[list[int]]]:
-    """Distribute the lost microbatches of the step under way to the replicas; raise Disagreement if statuses differ.
+    """Distribute the lost microbatches of the step under way to the replicas.
 
     Lost microbatches are in the gradients of no replica.  Returns replica -> for each inner rank, the ids that it runs.
+    Raises Disagreement if replicas report different totals, or if two replicas ran the same microbatch.
     """
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
@@ -341,6 +342,7 @@ def _common(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
 
     The workers run in lock-step, so they are at the same decision, with one exception: if the coordinator died after it
     had notified only some workers of a commit, these have begun the next decision, but finished no microbatch of it.
+    The plan of this epoch notifies the other workers of the commit.
     """
     newest = max(statuses, key=lambda status: (status.at, status.step, status.boundary))
     for status in statuses:

@@ -48,7 +48,8 @@ from recover_megatron.workload.grid import Slot
 log = get_logger(__name__)
 
 REPLACED_SECONDS = 300.0
-"""Seconds for which live workers wait for replacements if they are too few for a replica; then the run ends."""
+"""Seconds for which live workers that are too few for a replica wait for replacements, to go back to a checkpoint or a
+snapshot; then the run ends."""
 
 
 @dataclass(eq=False)
@@ -167,11 +168,11 @@ class Planner:
             return decision, self.lost
 
     def _of_the_same_program(self, joined: Mapping[int, Any]) -> dict[int, JoinStatus]:
-        """Return the statuses of all workers whose flags and program are those of the run.
+        """Return the statuses of all workers whose flags are those of the run.
 
-        A worker without a place is left out if its digests differ, or if its status cannot be read.  If the digests of
-        this worker differ, and it has no place, raises ``OtherFlags``.  If the digests of a worker with a place differ,
-        ends the run for all workers, with ``EXIT_REFUSED``.
+        A worker without a place is left out if its flags differ, or if its status cannot be read.  If this worker has
+        no place, and its flags or its program differ, raises ``OtherFlags``.  If a worker with a place differs, ends
+        the run for all workers, with ``EXIT_REFUSED``.
         """
         me, session = self._assignment.me, self._session
         known = {
@@ -233,7 +234,8 @@ class Planner:
     # ---- why an epoch must end
 
     def ask(self) -> None:
-        """Ask the coordinator for the next epoch, and report which operation failed; no effect if the epoch is over."""
+        """Ask the coordinator for the next epoch, and report why, if this worker knows it; no effect if the epoch is
+        over."""
         assignment = self._assignment
         lost = assignment.epoch_groups.lost
         if lost is None:
@@ -266,7 +268,7 @@ class Planner:
         self._end(decision)
 
     def has_all_replicas(self, decision: Decision) -> bool:
-        """Return whether there are at least as many replicas as at launch, and too few spares for another replica."""
+        """Return whether there are at least as many replicas as at launch, and the spares cannot form another."""
         return not room(len(decision.replicas), len(decision.spares), self._assignment.grid, self._rules.spares)
 
     @property

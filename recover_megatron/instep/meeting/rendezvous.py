@@ -44,8 +44,9 @@ class Rendezvous:
         """Meet the other workers at decision ``number``, and take this worker's place in the next epoch.
 
         ``where``: the fields of ``JoinStatus`` for a step, or for the boundary before a step; none for a section.
-        Raises ``Orphaned`` if this worker has no place any more, ``Drained`` if its node is drained, ``NoReplica`` if
-        no worker has a place, ``Fenced`` and ``CoordinatorLost`` if this worker is out of the run.
+        Raises ``Orphaned`` if this worker has no place any more, ``Drained`` if its node is drained, ``NoReplica``
+        or ``StateLost`` if the run cannot continue, ``Fenced`` and ``CoordinatorLost`` if this worker is out of the
+        run.
         """
         self._orphan.leave_if_broken()
         self._assignment.epoch_groups.close()
@@ -61,6 +62,7 @@ class Rendezvous:
 
         Waits until the epoch has ended.  All workers of the epoch get the same answer, since the coordinator sends its
         commits before it ends the epoch.
+
         If the answer is True, this worker must not join a rendezvous now, because its model-parallel peers continue
         with operations inside the replica, which need this worker.  Raises as ``Orphan.stay`` does.
         """
@@ -92,7 +94,7 @@ class Rendezvous:
 
 @dataclass(eq=False)
 class Boundary:
-    """Meetings of one worker at the boundaries before its steps; the main thread calls all methods.
+    """Meetings of one worker at the boundaries before its steps; the main thread calls ``meet_if_wanted``.
 
     If a plan announces that spares will form replicas, all workers meet before the next step.  The plan of that meeting
     gives the spares places, and the step is their first decision.  ``verify_interval``: iterations between comparisons
@@ -144,8 +146,8 @@ class Boundary:
 
     @property
     def joining_next(self) -> bool:
-        """True if other workers have begun the next step, or if some workers must receive a state when they begin
-        it."""
+        """True if other workers have begun the next step, or if fresh replicas begin with it (they may have no state
+        yet)."""
         decision = self._assignment.decision
         return self._assignment.begun_by_others(self._next) or (decision.at == self._next and bool(decision.fresh))
 

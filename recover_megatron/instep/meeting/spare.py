@@ -59,10 +59,10 @@ Outcome = Decision | Mirror | OtherPosition | RunOver
 
 
 class Spare:
-    """Thread that joins epochs for the spare ``me``.
+    """Worker ``me`` as a spare, for which a thread joins epochs.
 
-    ``status``: status of the spare until the main thread arrives.  ``leaving``: seconds until this thread must
-    arrive.
+    ``status``: status of the spare until the main thread arrives.  ``leaving``: seconds within which the main thread
+    must arrive.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class Spare:
         self._last: Decision | None = None
         """The last decision in which this spare got no place; None: no decision was made yet."""
         self._back_by: float | None = time.monotonic() + leaving
-        """Time (``time.monotonic``) at which a main thread that has not arrived counts as stuck; None: no limit."""
+        """Time (``time.monotonic``) at which a main thread that has not arrived counts as stuck; None: no limit in this
+        epoch."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="spare", daemon=True).start()

@@ -37,7 +37,8 @@ def same_as(statuses: Mapping[int, JoinStatus]) -> int:
 def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[int, JoinStatus]:
     """Return the statuses with the iterations and states of earlier timelines removed.
 
-    A state of an earlier timeline remains if ``timeline`` began with this state.
+    A state of an earlier timeline remains if ``timeline`` began with this state, since the state's worker may not have
+    received the plan of the rollback.
     """
     found, (epoch, begun_after), before = dict(statuses), timeline, same_as(statuses)
     for worker, status in statuses.items():

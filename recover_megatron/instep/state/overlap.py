@@ -9,7 +9,8 @@ A forward pass is never interrupted, so during the pass a worker cannot meet oth
 it fetches missing parts from holders.  When all workers have agreed that the update is done, every holder of a unit
 (the owner of a shard and its shadows, see `shards`) has the unit's new parameters in its model.  These do not change
 before all live workers have agreed on the next step, for which every worker needs all parameters.  Until then a thread
-of any holder can send parts, whatever the holder's main thread does and whichever epoch the holder is in.
+of any holder answers requests for this update's parts (`collectives.peers`), whatever the holder's main thread does
+and whichever epoch the holder is in.
 
 All holders of a unit have the same bits, so any holder may answer.  (If the shadows are updated on another kind of
 processor, the bits differ.  Then parameters are gathered at the end of the step: ``trainer.Parameters``.)
@@ -54,7 +55,7 @@ class Overlap:
     """Gathers the updated parameters of one worker's model.
 
     ``parts``: (column, flat tensor) of each bucket; the forward pass needs the last bucket first.  ``lose``:
-    function that is called with a unit whose parameters no worker has; it must raise.
+    function that is called with the id of a unit (`workload.shards`) if no worker has its parameters; it must raise.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Overlap:
         """Incomplete bucket -> handle of the all-gather over the ring; None: the bucket must be fetched from
         holders."""
         self._update = 0
-        """Number of the step whose update is being gathered."""
+        """Number of the decision to which the update belongs: the section ``update``."""
         self._published: int | None = None
         self._made: Any = None
         """CUDA event recorded after the update (``made_so_far``); None without a GPU."""
@@ -98,7 +99,10 @@ class Overlap:
         self._published = None
 
     def give(self, what: Sequence[int]) -> bytes | None:
-        """Answer another worker's request: return the requested parts, concatenated; None if another update is served.
+        """Answer another worker's request: return the requested parts, concatenated; None: refused.
+
+        Refuses if another update or none is served, or if the answer would exceed ``MOST_BYTES``.  Raises ValueError if
+        the model has no such parts.
 
         ``what``: [update, then bucket, start and stop of each part].  Called by the peer store's thread.
         """

@@ -90,7 +90,8 @@ class _Job:
 
 @dataclass(eq=False)
 class SnapshotStore:
-    """Snapshots that one worker holds.  A spare's thread calls ``join_status`` and ``follow`` only."""
+    """Snapshots that one worker holds.  Used by the main thread; a spare's thread calls ``join_status`` and
+    ``follow``."""
 
     _comm_config: CommunicationConfig
     _inject: Callable[[str, int | None], None]
@@ -183,8 +184,9 @@ class SnapshotStore:
 
         No snapshot is taken if the epoch is over; the spare's thread may know that before the main thread.
 
-        ``own``: part -> state, for parts that this worker takes itself.  ``others``: part -> (sender, address of the
-        sender's peer store), for parts that this worker fetches.
+        ``own``: part -> state, for parts that this worker copies from its own state: those that it sends, and those
+        that it keeps for a sender with the same state.  ``others``: part -> (sender, address of the sender's peer
+        store), for parts that this worker fetches.
         """
         self._stop()
         copies = {part: Copy(tree) for part, tree in own.items()}

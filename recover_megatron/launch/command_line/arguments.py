@@ -380,7 +380,7 @@ def _check_newcomers(options: Options) -> list[str]:
     if options.max_restarts and not recover:
         reasons.append(
             "--max-restarts: workers can be replaced only in a run with --recover among the script's arguments, or "
-            "with --elastic; without them leave the option out"
+            "with --elastic; in any other run leave --max-restarts out"
         )
     reasons += _check_device_test(options)
     if not options.join:

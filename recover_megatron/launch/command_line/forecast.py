@@ -46,7 +46,7 @@ class Control:
     """Facts that decide whether the survivors may continue if a domain falls silent (``membership.leadership``)."""
 
     hosts: Sequence[int]
-    """Ranks of the nodes that host a candidate coordinator; the candidate of the first node leads."""
+    """Ranks of the nodes that host a candidate coordinator; the candidate on the first of them leads."""
     lease: bool = False
     witness: bool = False
     slack: int = 0
@@ -208,7 +208,8 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
     )
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     pool = int(omp) if omp.isdecimal() else 1 if here > 1 else len(os.sched_getaffinity(0))
-    # A sequence element has token, label and index of 8 bytes each, a weight of 4 bytes.  Each loader holds 3 batches.
+    # A sequence element has a token, a label and an index of 8 bytes each, and a weight of 4 bytes.  The mask has one
+    # byte for each pair of elements.  Each loader holds 3 batches.
     mask = 0 if "--no-create-attention-mask-in-dataloader" in found else sequence
     batch = micro * sequence * (28 + mask)
     return Needs(
@@ -234,7 +235,7 @@ def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, l
 
 
 def _no_rollback_reason(script_args: Sequence[str]) -> str:
-    """Return the flag that prevents a load of a checkpoint in place (see ``megatron_hooks.layout``); empty if none."""
+    """Return why live workers cannot load a checkpoint (see ``megatron_hooks.layout``); empty if they can."""
     found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim", "--optimizer"])
     formats = found.get(FORMAT, ["torch_dist"])[-1]
     if "off" in found.get(LAST_RESORT, []):
@@ -253,7 +254,7 @@ def _no_rollback_reason(script_args: Sequence[str]) -> str:
 def _changes(
     training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int, save: str
 ) -> list[str]:
-    """Return, for each loss, changes that would save the state; empty if no state is lost or nothing would save it.
+    """Return, for each loss, changes that would help; empty if no state is lost or no change would help.
 
     The function tries which flags avoid the loss of state.  ``save``: flag with which the run could go back to a
     checkpoint; empty if no such flag would help.
@@ -306,7 +307,7 @@ def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_
     if not left:
         return "", ""
     if all(there):
-        return "ends (11): all coordinators are lost", "--recover-domain @FILE spreads them over several domains"
+        return "ends (11): all coordinators are lost", "--recover-domain @FILE spreads coordinators over domains"
     if not control.lease:
         enough = 2 * left > every if there[0] else 2 * left >= every
         return ("", "") if enough else ("silent: ends (11)", "a lease: a --log-dir that all nodes see")

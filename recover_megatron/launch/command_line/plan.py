@@ -50,7 +50,7 @@ Domains = Sequence[Sequence[str]]
 """Failure domains of each node, in order of node ranks; for the names see ``workload.domains.names``."""
 
 TRAINING = "pretrain_gpt_recover"
-"""Name of the training script that ships with this package."""
+"""Name, without .py, of the training script that ships with this package; also the name of its module."""
 
 
 def is_megatrons(script: str) -> bool:
@@ -59,7 +59,7 @@ def is_megatrons(script: str) -> bool:
 
 
 def is_known(script: str, script_args: Sequence[str]) -> bool:
-    """Return whether it is certain that a script takes Megatron's flags: with --recover, or the shipped script."""
+    """Return whether a script certainly takes Megatron's flags: the shipped one, or ``is_megatrons`` and --recover."""
     return is_megatrons(script) and ("--recover" in script_args or Path(script).stem == TRAINING)
 
 
@@ -104,7 +104,7 @@ class LaunchPlan:
     max_restarts: int = 0
     """Largest number of replacement workers that this launcher may start."""
     device_test: tuple[str, ...] = ()
-    """Command that tests the device of a replacement before its start; no test if empty (CPU, or no restarts)."""
+    """Command that tests the device of a replacement before its start; no test if empty (no restarts, or a CPU)."""
     device_test_timeout: float = 60.0
     """Time limit of a device test in seconds."""
     first_candidate: int = 0
@@ -118,12 +118,12 @@ class LaunchPlan:
     spares: int = 0
     """Additional workers that the last node starts."""
     joins: tuple[tuple[str, int], ...] = ()
-    """Coordinators of the running job that this launcher joins; empty: it launches a new job."""
+    """Coordinators of the run that this launcher joins; empty if it launches a new run."""
     joined_world_size: int = 0
-    """World size at launch of the job that this launcher joins."""
+    """World size at launch of the run that this launcher joins."""
 
     attempt: int = 0
-    """Number of earlier attempts to start."""
+    """Number of earlier attempts to start this launch."""
     without: tuple[int, ...] = ()
     """Nodes lost in earlier attempts, in order of loss.  This start leaves them out; spares replace their workers."""
 
@@ -299,7 +299,7 @@ class OwnPlace:
 
 
 def hosting(plan: LaunchPlan) -> tuple[int, ...]:
-    """Return the nodes that host candidates, in the order in which members try them; the domains differ if possible."""
+    """Return the nodes that host candidates, in the order in which members try them; prefer different domains."""
     nodes = ((plan.first_candidate + number) % plan.nnodes for number in range(plan.nnodes))
     found, left = list[int](), [node for node in nodes if node not in plan.without]
     known = plan.domains if len(plan.domains) >= plan.nnodes else [()] * plan.nnodes
@@ -388,7 +388,7 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
         and name == found.get(LOOPBACK)
         and not all(ipaddress.ip_address(ip).is_loopback for ip in addresses_of(host))
     ):
-        name = None  # the address is on the loopback interface, for which gloo would take 127.0.0.1
+        name = None  # on the loopback interface, gloo would use 127.0.0.1 instead of this address
     names = " and ".join(wanted)
     if name is None:
         return {}, f"no interface of this host has the address {host}: torch and NCCL choose one unless you set {names}"
@@ -404,7 +404,7 @@ def addresses_of(host: str) -> set[str]:
 
 @dataclass(eq=False)
 class WorkerEnvironment:
-    """Environment of the workers, created once per launch; before ``of``, ``add`` the control plane's variables."""
+    """Environment of the workers, created once per launch; call ``add`` with the control plane's variables first."""
 
     _plan: LaunchPlan
     _inherited: Mapping[str, str]

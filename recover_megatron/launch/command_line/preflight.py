@@ -60,7 +60,7 @@ DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-pa
 BLENDS = ("--data-args-path", "--per-split-data-args-path")
 FILES = (*BLENDS, "--vocab-file", "--merge-file", "--yaml-cfg")
 ELSEWHERE = ("--yaml-cfg", "--sft", "--perform-rl-step")
-"""Flags that replace the data set or the flags by a source that is not checked here."""
+"""Flags with which the data set or other flags come from a source that is not checked here."""
 TOKENIZER, TOKENIZER_MODEL = "--tokenizer-type", "--tokenizer-model"
 TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 """Tokenizers whose model is a file."""
@@ -98,7 +98,7 @@ def _names(script_args: Sequence[str]) -> list[str]:
 
 
 def _stray_words(script_args: Sequence[str]) -> list[str]:
-    """Return the ``--recover-*`` flags that are followed by too many values, which Megatron would reject."""
+    """Return a message for each ``--recover-*`` flag with too many values, which Megatron would reject."""
     flags, found = {flag.name: flag for flag in FLAGS}, []
     for at, word in enumerate(script_args):
         name, equals, _ = word.partition("=")
@@ -199,7 +199,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
 
 
 def _numbers(script_args: Sequence[str], world: int) -> list[str]:
-    """Return mistakes in numbers.  Megatron would report them late: when it is imported, or has built the model.
+    """Return mistakes in numbers, which Megatron would report late: after its import, or after it has built the model.
 
     A number is not checked if another flag may make Megatron use a different number; Megatron repeats all checks.
     """
@@ -239,7 +239,7 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
     if "--save" in given and "--save-interval" not in given:
         found.append("--save needs --save-interval N: save a checkpoint every N iterations")
-    # Report a missing length only if the sizes are given, so that the rest of the command line seems complete.
+    # Report a missing length only if the sizes are given: then the rest of the command line seems complete.
     if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):
         found.append("the length of the training is missing: give --train-iters N, or --train-samples N")
     return found
@@ -298,7 +298,7 @@ GPUs.  A container may have GPUs without GPU 0."""
 
 
 def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
-    """Return a reason if this node has fewer GPUs than ``here``, its number of workers and spares; else nothing."""
+    """Return a reason if this node is known to have fewer GPUs than ``here`` workers and spares; else an empty list."""
     gpus = 0 if _on_cpus(script_args) else count_gpus(environ)
     if not is_megatrons(script) or not 0 < gpus < here:
         return []
@@ -355,7 +355,7 @@ def limits(script: str, script_args: Sequence[str], world: int, here: int, envir
 def compare(
     needs: Needs, workers: str, files: int, tasks: Sequence[system.TaskLimit], longest: int | None, shared: int
 ) -> Limits:
-    """Compare ``needs`` with the limits of this host, which ``network.system`` reads; ``workers``: number in words."""
+    """Compare ``needs`` with this host's limits, read by ``network.system``; ``workers``: for example "2 workers"."""
     reasons: list[str] = []
     notes: list[str] = []
     if files < needs.files:

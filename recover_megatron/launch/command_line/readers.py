@@ -57,7 +57,7 @@ def workers_by_word(text: str, environ: Mapping[str, str], proc: Path = PROC) ->
     """
     count = count_gpus(environ, proc)
     if text == "gpu" and count == 0:
-        raise ValueError("this host has no GPU (by CUDA_VISIBLE_DEVICES and NVIDIA's driver): give a number, or cpu")
+        raise ValueError("this host has no GPU (see CUDA_VISIBLE_DEVICES and NVIDIA's driver): give a number, or cpu")
     words = {"gpu": count, "cpu": len(os.sched_getaffinity(0)), "auto": count or len(os.sched_getaffinity(0))}
     return words.get(text)
 
@@ -136,7 +136,7 @@ RUNNER = "recover_megatron.megatron_hooks"
 
 
 def takes_runner(script: str, module: bool) -> bool:
-    """Return whether to run ``script`` through RUNNER; True for Python source that does not belong to this package."""
+    """Return whether to run ``script`` through RUNNER: it is Python source (any file name) outside of this package."""
     if Path(script).stem in INSTALLED.values():
         return False
     if module:

@@ -1,11 +1,11 @@
 """Candidate coordinators that this launcher hosts, and the launcher's session with the run's coordinator.
 
 On one node, the launcher starts two candidate coordinators on loopback: if one is killed, the workers connect to the
-other.  On several nodes, three launchers start one candidate each (plan.py).  A launcher that joins a running job also
-starts a candidate, because all candidates of the launch may be lost some day; the coordinator announces the new
-candidate (membership/admission.py).  A launcher passes the addresses and the job's secret to its workers, and is the
-node agent of its node: it reports how its workers end, and kills workers that the coordinator evicts.  Scripts that
-never open a session with the coordinator are not affected.
+other.  On several nodes, three launchers start one candidate each (plan.py).  A launcher that joins a run also starts a
+candidate, because all candidates of the launch may be lost later; the coordinator announces the new candidate
+(membership/admission.py).  A launcher passes the addresses and the job's secret to its workers, and is the node agent
+of its node: it reports how its workers end, and kills workers that the coordinator evicts.  Scripts that never open a
+session with the coordinator are not affected by it.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in order of preference
     RECOVER_SECRET        the job's secret: the user's, or a random one for this launch
@@ -105,7 +105,7 @@ def has_secret(environ: Mapping[str, str]) -> bool:
 def own_address(host: str) -> str:
     """Return the address that the name ``host`` has on this host's interfaces, except loopback.
 
-    Return ``host`` itself if the name has no such address, several such addresses, or only one address in all.
+    Return ``host`` itself unless the name has several addresses, exactly one of which is such an address.
     """
     try:
         addresses, found = addresses_of(host), interfaces()
@@ -116,7 +116,7 @@ def own_address(host: str) -> str:
 
 
 def _own_address(others: Sequence[Address]) -> str:
-    """Return this host's address on the first route to one of ``others``.  Raises OSError if there is no route."""
+    """Return this host's address on the route to the first of ``others`` that has a route.  Raises OSError if none."""
     for other in others[:-1]:
         with suppress(OSError):
             return local_address(other)
@@ -140,7 +140,7 @@ class _InMainThread:
 
 @dataclass(eq=False)
 class ControlPlane:
-    """Candidates and node agent of one launcher; ``open`` creates them.
+    """Candidates and node agent of one launcher; before ``open`` it has neither.
 
     All callbacks are called by the event loop, in the main thread.
     """
@@ -211,7 +211,7 @@ class ControlPlane:
         if candidates is None:
             host = self._host_address
             listeners = [(number, listen(host)) for number in range(HERE)]
-            # LOOPBACK is the workers' default.
+            # The workers use LOOPBACK by default.
             for_workers = None if plan.node_address or host == LOOPBACK else host
             return [listener.getsockname()[:2] for _, listener in listeners], listeners, for_workers
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
@@ -263,7 +263,7 @@ class ControlPlane:
         self.agent.close()
 
     def stopping(self, number: int) -> None:
-        """Report signal ``number`` to the coordinator, which must not count the ends of local workers as losses."""
+        """Report signal ``number`` to the coordinator, so that the ends of local workers do not count as losses."""
         self.agent.stopping(number, STOPPING_SECONDS)
 
     # --- queries of the launcher ---
@@ -364,7 +364,7 @@ class ControlPlane:
         None if the coordinator has decided nothing: either no worker opened a session, or the run ended before its
         first epoch and no worker had requested the end.
         """
-        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have received the decision earlier
+        self.agent.catch_up(LAST_WORD_SECONDS)  # a worker may have received the decision before this launcher
         if not self.agent.led and self.agent.out is None:
             return None
         self.agent.wait_out(LAST_WORD_SECONDS)

@@ -45,8 +45,8 @@ from recover_megatron.script_flags import codes, differences, listed
 
 _AGAIN_SECONDS = 0.25
 UNPROVED_SECONDS = 10.0
-"""Seconds to wait for an authenticated value of ``job``; after that, an unauthenticated value only explains why this
-node is refused."""
+"""Seconds to wait for an authenticated value of ``job``.  After that, an unauthenticated value is read, but only to
+explain why this node is refused."""
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Guest:
         self._coordinators = ""
         self._door: socket.socket | None = None
         self.heard = time.monotonic()
-        """Monotonic time of the last answer of the store; before that, the time at which this object was created."""
+        """Monotonic time of the store's last answer; until the first answer, the time of this object's creation."""
         self.reached = False
         """True after this launcher has connected to the store of node 0."""
 
@@ -136,9 +136,9 @@ class Guest:
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def _join(self) -> tuple[Store, OwnPlace | None]:
-        """Connect to the store of this start (the store of an earlier start may still exist), and call ``_take_part``.
+        """Connect to the store of this start, and call ``_take_part``.
 
-        Return the store and the result of ``_take_part``.
+        Wait while only the store of an earlier start exists.  Return the store and the result of ``_take_part``.
         """
         until = time.monotonic() + self._plan.rendezvous_timeout
         while True:
@@ -152,7 +152,7 @@ class Guest:
                     raise
             if time.monotonic() > until:
                 raise RuntimeError(f"node 0 has not started again within {self._plan.rendezvous_timeout:g} s")
-            time.sleep(_AGAIN_SECONDS)  # node 0 does not announce that it is about to end
+            time.sleep(_AGAIN_SECONDS)  # no event announces the new store of node 0
 
     def _attempt_of(self, store: Store) -> int:
         job = self._look(store, "job", "")
@@ -167,7 +167,7 @@ class Guest:
         job = self._job(store)
         own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
         if plan.fault_tolerant:
-            with contextlib.suppress(OSError):  # no such address here (NAT): node 0 notices the loss of this node later
+            with contextlib.suppress(OSError):  # no such address here (NAT): then node 0 notices a loss later
                 self._door = listen(own.host)
         while True:
             if self._elsewhere(store, job):
@@ -214,9 +214,9 @@ class Guest:
     def _come_second(self, store: Store) -> None:
         """Stop this launcher, because node 0 has already admitted another launcher as this node.
 
-        If the other launcher still writes messages, this launcher is refused.  If the other launcher was lost, the run
-        continues without this node.  This launcher writes nothing more, so a message of a live first launcher is
-        visible within BEAT_SECONDS.
+        If the first launcher still writes messages, this launcher is refused.  If the first launcher was lost, the run
+        continues without this node.  To tell the two cases apart, this launcher stops writing: the next message of a
+        live first launcher then replaces the message of this launcher within BEAT_SECONDS.
         """
         plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
         until = time.monotonic() + patience
@@ -255,7 +255,7 @@ class Guest:
         while True:
             job = self._look(store, "job", "")
             if job is None and time.monotonic() > until and store.check([PREFIX + "job"]):
-                job = self._seal.peek(store.get(PREFIX + "job"))  # may explain a refusal, never used to join
+                job = self._seal.peek(store.get(PREFIX + "job"))  # used only to explain a refusal
                 if _disagreement(self._plan, job) is None:
                     raise ValueError(f"node 0 does not prove that it has the job's secret: {SHARE_A_SECRET}")
             if job is not None:

@@ -62,9 +62,9 @@ class Host:
         self._hosting = hosting(self._plan)  # computed once: slow with thousands of nodes
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
-        """Rank -> state, for each node that takes part and has not reported the ends of its workers."""
+        """Rank -> state, for each node that has joined the launch and has not reported the ends of its workers."""
         self._candidates: dict[int, Address] = {}
-        """Rank -> address of the node's candidate, as far as reported."""
+        """Rank -> address of the node's candidate, for each node that has reported it."""
         self._trial: LeaseTrial | None = None
         self._looks: dict[int, Any] = {}
         """Rank -> report about the lease, for each node other than 0 that hosts a candidate."""
@@ -87,7 +87,7 @@ class Host:
         """
         plan = self._plan
         if plan.control_plane:
-            self._trial = LeaseTrial(plan)  # written before other nodes look for the file
+            self._trial = LeaseTrial(plan)  # writes the file before other nodes look for it
             self._places[0] = leasing.look_for_witness(plan)
             self._domains[0] = plan.own_domains
         self._open({"flags": codes(plan.flags)})
@@ -154,9 +154,10 @@ class Host:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _rung(self) -> list[int]:
-        """Wait up to BEAT_SECONDS for a rank in the queue ``bell``; return a list of that rank.
+        """Wait up to BEAT_SECONDS for a rank in the queue ``bell``; return a list that contains it.
 
-        The list is empty if no rank came, or if no awaited or live node has that rank.  The rank is not authenticated.
+        The list is empty if no rank came, or a rank that is not in ``_missing`` or ``_members``.  The rank is not
+        authenticated.
         """
         try:
             rank = int(self._store.queue_pop(PREFIX + "bell"))
@@ -304,7 +305,7 @@ class Host:
         return True
 
     def _end(self, reason: str, code: int, without: tuple[int, ...] = ()) -> bool:
-        """End the launch; return False.  ``without``: nodes that the next start leaves out; empty: the same as now."""
+        """End the launch; return False.  ``without``: nodes that the next start leaves out; if empty, this start's."""
         self._tell(self._events.failed, reason, code, without or self._plan.without)
         self._fail(reason, code, without or self._plan.without)
         return False

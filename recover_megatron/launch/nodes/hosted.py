@@ -34,8 +34,8 @@ from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Pause before the next start of a candidate, in seconds.  The index is the number of the candidate's
-processes, since the last longer-lived process, that have lived less than SOON seconds."""
+"""Pause before the next restart of a candidate's process, in seconds.  The index is the number of earlier restarts,
+including failed ones, since the last process that lived at least SOON seconds."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
 """Seconds after a candidate's exit in which the launcher's session usually learns whether the run has ended."""
@@ -227,7 +227,7 @@ class ExporterProcess:
         """Notify the exporter of the end of the run, and wait up to END_SECONDS until the exporter has reported it.
 
         ``how``: exit code and reason; None if this launcher does not know them.  The exporter prefers the report of a
-        coordinator, but no coordinator leads before the training begins.
+        coordinator, but there may be none if the training has not begun.
         """
         if self._process is not None:
             message = None if how is None else {"code": how[0], "reason": how[1][:MOST_REASON]}

@@ -1,9 +1,9 @@
 """Lease and witness of a launch on several nodes: find out at the start whether the candidates can use them.
 
-The lease (membership/io/lease.py) is tested: node 0 creates PATH.try with a random word in it.  Every other
-node with a candidate tries to create the same file: the storage must refuse that, and the node must read the word and
-report it to node 0 when it joins.  This proves that all nodes see one folder, in which two hosts cannot create the same
-file.  If the storage does not answer in time, there is no lease.
+The lease (membership/io/lease.py) is tested: node 0 creates PATH.try with a random word in it, by the operation that
+takes a lease.  Every other node with a candidate tries to create the same file: the storage must refuse that, and the
+node must read the word and report it to node 0 when it joins.  This proves that all nodes see one folder, in which two
+hosts cannot create the same file.  If the storage does not answer in time, there is no lease.
 
 The witness (membership/witness.py) is SLURM or Kubernetes.  Each node reports to node 0 which of the two systems runs
 it, and the node's name in that system.  A node with a candidate first queries the system about itself.  All nodes must
@@ -85,8 +85,8 @@ class LeaseTrial:
             _within(partial(_trial(self._path).unlink, missing_ok=True))
         for rank, answer in sorted(answers.items()):
             if not isinstance(answer, dict) or answer.get("word") != self._word:
-                reason = answer.get("reason") if isinstance(answer, dict) else None
-                return f"node {rank}: {str(reason or 'it does not see the folder of node 0')[:300]}"
+                where = f"its folder for the lease is not the folder {self._path and self._path.parent} of node 0"
+                return f"node {rank}: {str((isinstance(answer, dict) and answer.get('reason')) or where)[:300]}"
         if self._path is not None:  # nodes that join later check that they see this file
             _within(partial(self._path.touch, mode=0o600))
         return ""
@@ -112,7 +112,7 @@ def _trial(path: Path | None) -> Path:
 
 
 def _within(attempt: Callable[[], dict[str, str] | None]) -> dict[str, str]:
-    """Return the result of ``attempt``, or a reason if it fails or takes longer than TRY_SECONDS.  Runs a thread."""
+    """Call ``attempt`` in a thread; return its result, or a reason if it fails or takes longer than TRY_SECONDS."""
     answer: dict[str, str] = {"reason": f"the storage has not answered for {TRY_SECONDS:g} s"}
 
     def run() -> None:
@@ -155,7 +155,7 @@ def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) 
     kinds = [SLURM, KUBERNETES] if plan.witness == AUTO else [plan.witness]
     kind, place = next(((kind, place) for kind in kinds if (place := place_of(kind, environ))), ("", ""))
     if not kind:
-        return own if plan.witness == AUTO else {**own, "reason": f"this is not a node of {CALLED[kinds[0]]}"}
+        return own if plan.witness == AUTO else {**own, "reason": f"no variable gives its name in {CALLED[kinds[0]]}"}
     if plan.node_rank in hosting(plan):
         try:
             known = SOURCES[kind]().look([place])
@@ -180,7 +180,7 @@ def agree_on_witness(plan: LaunchPlan, reports: Mapping[int, Any], lease: bool) 
     if kinds == {""}:
         return None, ""
     if len(kinds) > 1:
-        return None, "no witness (the nodes are not all under SLURM, or all under Kubernetes)"
+        return None, "no witness (the nodes are not all in the same system, SLURM or Kubernetes)"
     if not lease:
         return None, "no witness (it needs a lease, and there is no lease)"
     scope = Scope(kinds.pop(), {str(answer["node"]): str(answer["place"]) for answer in by_rank.values()})

@@ -3,15 +3,17 @@
 The launchers of a launch exchange messages through the store, under ``recover/launch/``::
 
     key                      written by     meaning
-    job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id"}
+    job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id",
+                                            "attempt", "without", "flags"}; "refused" in place of "flags" if node 0
+                                            has refused its command line
     node/R                   node R > 0     all messages of node R so far: its identity, the addresses of its door (a
                                             listening socket) and its candidate, its refusal, its failure, the ends of
                                             its workers; and a count that grows every BEAT_SECONDS while node R is live
     bell                     nodes R > 0    queue of ranks R, which wakes node 0 to read node/R; not trusted
     welcome/R                node 0         {"nonce"}: nonce of the first launcher that joined as node R
     coordinators             node 0         {"addresses", "lease", "witness"}: the candidates' addresses in order,
-                                            whether they have a lease, and their witness; empty if the launch has
-                                            been ended before
+                                            whether they have a lease, and their witness; empty if the launch was
+                                            ended before the addresses were known
     everybody                node 0         set when all nodes take part
     end                      node 0         {"reason", "code", "without"}: the launch cannot be completed; all nodes
                                             stop with that code, or start again without the nodes ``without``
@@ -135,7 +137,7 @@ class PeerEvents(Protocol):
     """Reactions of this launcher to events of other launchers, called in the main thread unless stated otherwise."""
 
     def start_workers_if_ready(self) -> None:
-        """Start the workers if everything else is ready; called when node 0 has admitted this node."""
+        """Start the workers if all else is ready; called when node 0 has admitted this node, with ``run_id`` set."""
 
     def start_control_plane(self, candidates: Candidates) -> None:
         """Start the control plane of several nodes; called when all candidate coordinators are known."""
@@ -147,7 +149,7 @@ class PeerEvents(Protocol):
         """Return whether the run is under way with workers of this node; may be called in any thread."""
 
     def store_failed(self, reason: str) -> None:
-        """Stop the launch if the training has not begun, because this node cannot serve the store."""
+        """Stop the launch, unless the training has begun: this node cannot serve the store."""
 
     def peers_ended(self) -> None:
         """Finish, because no other node needs this launcher; called only if ``own_workers_ended`` returned True."""
@@ -210,7 +212,7 @@ class Peers:
     def serve_store(self) -> None:
         """On node 0, start to serve the store, at the first call only.
 
-        Call it after the workers were started: they import torch while this launcher imports it.
+        Call it after the workers were started, so that they import torch at the same time as this launcher.
         """
         if self._listener is not None:
             self._run(partial(self._serve, self._listener))
@@ -260,7 +262,7 @@ class Peers:
 
     def welcomed(self, node_rank: int, door: Address) -> None:
         if not self._plan.fault_tolerant:
-            return  # a few seconds of silence must not end a run that cannot continue without the node
+            return  # without --recover or --elastic, a few seconds of silence must not end the run
         lost = partial(self._line_ended, node_rank)
         Line(
             self._loop,

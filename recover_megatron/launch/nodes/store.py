@@ -56,8 +56,8 @@ def serve_store(address: str, listener: socket.socket) -> Store:
 def join_store(address: str, port: int, refused: bool = True) -> Store:
     """Connect to the store of node 0, waiting until its port answers.  Raises RuntimeError or ImportError.
 
-    The wait has no limit: after a deadline, the supervisor ignores the calling thread.  ``refused``: True to
-    continue the wait while the host refuses connections; if False, raise ConnectionRefusedError then.
+    The wait has no limit; the supervisor ignores the calling thread after a deadline.  ``refused``: True to wait also
+    while the host refuses connections, False to raise ConnectionRefusedError then.
     """
     while True:
         try:
@@ -153,7 +153,7 @@ def resolve(address: str) -> tuple[list[tuple[socket.AddressFamily, str]], str |
 def await_names(option: str, names: Sequence[str], seconds: float, say: Callable[[str], None]) -> str | None:
     """Wait at most ``seconds`` until one of ``names`` can be resolved: the name of a new pod takes a while to appear.
 
-    Return the reason if none can be resolved.  ``option``: flag that gave the names; ``say``: function that logs.
+    Return the reason if none can be resolved.  ``option``: flag that gave the names; ``say``: logs once that it waits.
     """
     until, announced = time.monotonic() + seconds, False
     while (error := _why_unknown(names)) is not None:
@@ -212,7 +212,7 @@ def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
 
 
 class NodeEvents(Protocol):
-    """Callbacks for messages of other launchers; threads send them through the event loop to the main thread."""
+    """Callbacks for messages of other launchers: called in the main thread, but ``run_continues`` in any thread."""
 
     def note(self, text: str) -> None: ...  # log ``text``
     def failed(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None: ...  # this node must stop;
@@ -244,7 +244,7 @@ class Unproved(ValueError):
 class Seal:
     """Authenticates the launchers' values in the store, which any host on the network can read and write.
 
-    A value is JSON text with a MAC, made with the job's secret, over the key, the run id and the text.  So a value
+    A value is JSON text with a MAC of the key, the run id and the text, computed with the job's secret.  So a value
     cannot be forged, put under another key, or copied from another run with the same secret.  Node 0 chooses a random
     run id; when it answers with a node's nonce, that proves that ``job`` is not from an earlier run (peers.py).  An old
     value of the same run can be replayed, which is harmless: values have counters and only ever add information.

@@ -7,8 +7,8 @@
                                                              '--the mutex is released--> DYING
 
 A worker is DYING once the kernel has sent SIGKILL to each of its threads; otherwise (``Ending.must_kill``) the launcher
-sends SIGKILL before it reports the death.  docs/membership.md explains why this counts as a death, and which
-actions must still wait for the pidfd.
+sends SIGKILL before it reports the death.  docs/membership.md explains why a DYING worker counts as dead, and
+which actions must still wait for the pidfd.
 """
 
 from __future__ import annotations

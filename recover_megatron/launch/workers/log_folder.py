@@ -115,7 +115,7 @@ class FolderLock:
         return self._opened(self._take)
 
     def check(self) -> str | None:
-        """Check that the folder is free, or held by a launch with the same number of nodes and port as this launch."""
+        """Check that the folder is free, or held by a run that may be this launcher's: as many nodes, the same port."""
         return self._opened(self._check)
 
     def share(self, run_id: str) -> str | None:
@@ -156,7 +156,7 @@ class FolderLock:
         begun, announced = time.monotonic(), False
         while True:
             with self._look() as (free, claim):
-                # If this launcher repeats its start, a node lost in the previous start may hold the lock for long.
+                # A repeated start ignores the lock, because a node lost in the previous start may hold it for long.
                 repeated_start = claim is not None and claim.ended and claim.code is None and claim.is_by(self.own)
                 if free or repeated_start:
                     self._claim(self.own, claim)
@@ -217,7 +217,8 @@ class FolderLock:
         return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def _flock(self, descriptor: int, kind: int) -> bool:
-        """Change the lock to ``kind``; return False if another lock prevents that, True if the disk has no locks."""
+        """Change the lock to ``kind``; return False only if another lock prevents that.  If the disk has no locks, warn
+        once and return True."""
         try:
             fcntl.flock(descriptor, kind)
         except BlockingIOError:
@@ -387,7 +388,7 @@ class LogFolder:
         self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None],
         other_locks: Sequence[FolderLock] = (),
     ) -> None:  # fmt: skip
-        """Write nothing yet.  ``lock``: lock of ``folder``; ``other_locks``: more locks; ``say`` logs disk errors."""
+        """Write nothing yet.  ``lock``: of ``folder``; ``other_locks``: of other folders; ``say`` logs disk errors."""
         self._lock = lock
         self._say = loop.from_thread(say)
         self._locks = [held for held in (lock, *other_locks) if held]
@@ -425,7 +426,7 @@ class LogFolder:
             self._secret_file.remove()
 
     def finish(self, code: int | None, reason: str) -> None:
-        """Write all pending data, unless the disk fails or hangs, and record the end of the launch in the locks.
+        """Write all pending data, unless the disk fails or hangs, and record the launch's end in the lock files.
 
         ``code``, ``reason``: exit code (None: the launch starts again) and reason of the end, which recover-status
         shows if no coordinator has led.
@@ -438,7 +439,7 @@ class LogFolder:
                 self._secret_file.remove()
             files.append(self._secret_file.writing)
         for lock in self._locks:
-            end_job = BackgroundWriter("", lambda text: None)  # one per lock: a hanging disk blocks no other file
+            end_job = BackgroundWriter("", lambda text: None)  # one per lock: then a hanging disk blocks no other lock
             end_job.submit(partial(lock.end, code, reason), 1)
             files.append(end_job)
         flush_all(files)

@@ -23,7 +23,7 @@ Callback = Callable[[], object]
 
 
 class Timer:
-    """Call scheduled by ``EventLoop.call_later``; ``cancel`` prevents it if it has not been made yet."""
+    """Call scheduled by ``EventLoop.call_later``; ``cancel`` prevents the call if it has not happened yet."""
 
     def __init__(self, due: float, callback: Callback) -> None:
         self.due = due

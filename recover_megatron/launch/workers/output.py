@@ -27,7 +27,7 @@ from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
 
 MOST_PENDING = 1024 * 1024
-"""Bytes that may wait for the reader of the launcher's output; above this, the workers' pipes are not read."""
+"""Bytes that may wait for the reader of the launcher's output; if more wait, the workers' pipes are not read."""
 PAUSE_SECONDS = 2.0
 _MOST_AT_ONCE = 64 * 1024
 
@@ -75,7 +75,7 @@ class Sink:
             return self._full and not self._dropping
 
     def put(self, data: bytes) -> None:
-        """Queue ``data``, which is complete lines; drop it if the sink is DROPPING or the output cannot be written."""
+        """Queue ``data`` (complete lines); drop it if DROPPING, if twice MOST_PENDING waits, or if writing failed."""
         with self._news:
             if self._broken or not data:
                 return
@@ -152,10 +152,10 @@ class Sink:
 
 
 class ConsoleFilter:
-    """Filter of a worker's console lines: shows all lines, except Megatron's while a newcomer builds its model.
+    """Filter of a worker's console lines: shows all lines, but only lines of this package until a newcomer has a place.
 
-    Megatron prints its flags and its model in hundreds of lines, which the console has shown at the start already.
-    They are in the newcomer's log.  Once the newcomer has a place, the console shows all of its output.
+    While a newcomer builds its model, Megatron prints hundreds of lines about flags and model, which the console has
+    shown at the start already.  They are in the newcomer's log.
     """
 
     OURS = b"recover: "
@@ -305,7 +305,7 @@ class Stream:
             self._held = b""
 
     def _emit(self, data: bytes) -> None:
-        """Show and log ``data``, which is complete lines or a piece of a line."""
+        """Show and log ``data``, which consists of complete lines or is a piece of a line."""
         lines = data.removesuffix(b"\n").split(b"\n")
         # Text that a progress bar overwrote by a carriage return is not shown; the log has it.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]

@@ -39,7 +39,7 @@ _RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
 
 DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
 """Signals that helper processes of the launch block: SLURM sends a signal to *every* process of a step, but workers
-still need the helpers until they have exited; the launcher terminates the helpers."""
+need the helpers until the workers have exited; then the launcher terminates the helpers."""
 
 
 class Process(NamedTuple):
@@ -95,7 +95,7 @@ def spawn(
 def spawn_leader(command: list[str], environment: Mapping[str, str], **options: Any) -> int:
     """Start ``command``, a Python program, as the leader of a new session.  Return its pid; raises OSError.
 
-    ``options``: arguments of posix_spawn.  The program must call ``lead_session``: posix_spawn may not set the session.
+    ``options``: arguments of posix_spawn.  The program must call ``lead_session``: an old glibc cannot set the session.
     """
     try:
         return os.posix_spawn(command[0], command, environment, setsid=True, **options)
@@ -145,7 +145,7 @@ def _wait_in_thread(pid: int) -> int:
 
 
 def reap(pid: int) -> int:
-    """Wait until the child ``pid`` has ended, and reap it; return its exit code, or minus the signal that killed it."""
+    """Wait for the end of ``pid``, a child of ``open_pidfd``, and reap it; return its exit code or minus the signal."""
     _, status = os.waitpid(pid, 0)
     _own_children.discard(pid)
     return os.waitstatus_to_exitcode(status)
@@ -191,7 +191,7 @@ class Child:
 
 
 def program(module: str, *options: str) -> list[str]:
-    """Return a command that runs ``main()`` of ``module`` in any folder; ``options``: options of the interpreter."""
+    """Return a command that runs ``main()`` of ``module`` in any folder and environment; ``options``: of Python."""
     boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
     return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[3])]
 
@@ -279,7 +279,7 @@ def kill_group(leader: int) -> None:
 
 
 def tracks_resources(pid: int) -> bool:
-    """Return whether ``pid`` is a resource tracker of Python, which cleans up /dev/shm after other processes."""
+    """Return whether ``pid`` is a resource tracker of Python, which cleans up /dev/shm after its users have ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
@@ -394,7 +394,7 @@ class Subreaper:
             if ended is None:
                 return
             if ended.si_pid in _own_children:
-                self.due = True  # waitid reports only this zombie: look again when the child's callback has reaped it
+                self.due = True  # until the child's callback has reaped this zombie, waitid reports no other
                 return
             # A library may start processes in another thread (as torch's import does), and may reap them first.
             with contextlib.suppress(ChildProcessError):
@@ -409,11 +409,11 @@ class Subreaper:
 START_AGAIN = -1
 """Value that replaces the exit code of a launch if all launchers must start again."""
 AGAIN_SECONDS = 30.0
-"""Longest time, in seconds, that launchers wait for each other after a new start: all were live a moment before."""
+"""Longest time, in seconds, that launchers wait for each other after a new start; all were live just before it."""
 
 
 def take_attempt() -> int:
-    """Return the number of earlier attempts to start, from a variable that is removed: no process must inherit it."""
+    """Return the number of earlier attempts to start; remove its variable, which no other process must inherit."""
     text = os.environ.pop(ATTEMPT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
 

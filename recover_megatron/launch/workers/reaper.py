@@ -12,8 +12,8 @@ ended, and at the end of the launch, the reaper removes the socket folders that 
 
 The reaper also reads the workers' output in place of a launcher that is stopped (Ctrl-Z, a debugger) or blocked in the
 kernel (``StandIn``): a pipe buffers 64 KiB, and a worker that prints more would block.  For that, the reaper also holds
-the reading ends of the pipes.  When the launcher runs again, the reaper sends the number of dropped lines, as "PID
-LINES"::
+the reading ends of the pipes.  A running launcher *beats*: every BEAT_SECONDS, it writes the time into a memory file.
+When the launcher runs again, the reaper sends the number of dropped lines, as "PID LINES"::
 
     the launcher beats --no new beat in MISSED checks--> pipes are read until three quarters are free, lines dropped
         ^                                                                   |
@@ -146,7 +146,7 @@ class Reaper:
         self._send(f"+{session}", self._sessions[session])
 
     def remove_session(self, session: int) -> None:
-        """Remove ``session``: no process is left in it, so the system may reuse the number."""
+        """Remove ``session``: no process is left in it, so the system may reuse its id."""
         for pipe in self._sessions.pop(session, ()):
             os.close(pipe)
         self._send(f"-{session}")

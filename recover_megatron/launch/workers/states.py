@@ -31,7 +31,7 @@ OK = 0
 LAUNCH_FAILED = 1
 """Exit code: the launch failed, because the store could not be created, or a node did not appear or was lost."""
 REFUSED = 2
-"""Exit code: the command line is wrong or differs between the nodes; this launcher has started no worker."""
+"""Exit code: refused before the training; most often, the command line is wrong or differs between the nodes."""
 LEFT_OUT = 14
 """Exit code: the run continues without this node, whose launcher was started again and has started no worker."""
 RUN_VERDICTS = (10, 11, 12)
@@ -64,7 +64,7 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
     ===================================================  ==========================================================
     the workers                                          exit code
     ===================================================  ==========================================================
-    fault_tolerant is false                              code of the first failure; 128 + S if killed by signal S
+    fault_tolerant is false                              the code that ``run_exit_code`` returns
     any failed with a code other than 10 to 13           the first such code: it shows an error of the training
     else                                                 10: workers are missing; another attempt may succeed
     ===================================================  ==========================================================

@@ -17,13 +17,13 @@ The ids of W launched workers and S spares::
     replacements   W+S + k*nodes + node       the k-th replacement of a node, k = 0, 1, ..; at most --max-restarts
     joined         JOINED_FROM and above      a random block of ids for each launcher with --join
 
-No id is used twice, so that a process is never mistaken for a dead worker.  The coordinator treats
-all workers except 0 .. W-1 as newcomers: it admits them during the run, when they are ready.
+No id is used twice, so that a process is never mistaken for a dead worker.  The coordinator treats all
+workers except 0 .. W-1 as newcomers: it admits them during the run, when they are ready.
 
-If replacements fail one after the other with the same message (a folder that cannot be written), or are killed by the
-same signal before they have a place in the training (out of memory), they would use up --max-restarts within a minute.
-So from the second such failure on, each replacement waits twice as long as the previous one, and the last
-replacement is reserved for another cause.
+Replacements may fail one after the other with the same message (a folder that cannot be written), or be killed by the
+same signal before they have a place in the training (out of memory).  Without a pause, this would use up --max-restarts
+within a minute.  So from the second such failure on, each replacement waits twice as long as the previous one, and the
+last replacement is reserved for another cause.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Successors:
 
 @dataclass(eq=False)
 class LateNewcomers:
-    """Kills newcomers without a place when the run ends; otherwise they would wait for ever.
+    """Kills newcomers without a place when the run ends: no message reaches them, so they would wait for ever.
 
     In a run with --elastic, this object also logs each newcomer that has not joined the run JOIN_SECONDS after its
     start.

@@ -4,7 +4,7 @@ A worker ends in these steps:
 
 1. If dying.py notices that the worker is dying, ``fence`` is called; then the death may be reported.
 2. The worker's pidfd becomes readable.  The worker is a zombie, so its pid, process group and session are not reused.
-3. ``reap`` kills the worker's descendants and reaps the worker; then its exit code may be reported.
+3. ``reap`` kills the worker's descendants and reaps the worker; then the end may be reported.
 4. ``close`` reads the rest of the worker's output and closes the handles.
 
 All functions are called in the main thread.

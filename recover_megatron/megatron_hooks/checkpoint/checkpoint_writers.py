@@ -57,11 +57,11 @@ class WriterKilled(WriterDied):
 
 
 class WriterStopped(WriterKilled):
-    """Stop (SIGSTOP) of this worker's writer process or manager process for longer than the hang timeout."""
+    """Stop, by a signal or a debugger, of this worker's writer or manager process for longer than the hang timeout."""
 
 
 class Watch:
-    """Detects processes of this worker that have been stopped (SIGSTOP) for more than ``seconds``."""
+    """Detects processes of this worker that a signal or a debugger has stopped for more than ``seconds``."""
 
     def __init__(self) -> None:
         self.seconds = math.inf
@@ -92,7 +92,7 @@ watch = Watch()
 
 
 def manager() -> Any:
-    """Return the manager process, which keeps a writer's results until the worker fetches them; None if none runs."""
+    """Return the manager process, which keeps a writer's results until the worker fetches them; None if not started."""
     queue = filesystem_async._results_queue
     return None if queue is None else queue._manager._process
 
@@ -114,10 +114,11 @@ def _forget_dead_manager() -> None:
 
 
 def without_lost_sockets() -> None:
-    """Replace multiprocessing's listeners whose socket files are gone from TMPDIR.  Called between two checkpoints.
+    """Replace multiprocessing's listeners whose socket files are gone from TMPDIR.
 
-    Python does not notice the removal, so the writer process would fail to connect in the next checkpoint.  If a
-    listener cannot be replaced, a warning is logged, and the next checkpoint reports the error.
+    Call it only while no checkpoint is pending.  Python does not notice the removal, so the writer process would fail
+    to connect in the next checkpoint.  If a listener cannot be replaced, a warning is logged, and the next checkpoint
+    reports the error.
     """
     sharer, keeper = resource_sharer._resource_sharer, manager()  # type: ignore[attr-defined]
     of_keeper = None if keeper is None else filesystem_async._results_queue._manager.address
@@ -252,9 +253,9 @@ class _Preloading:
 
 
 def wait(caller: Any) -> None:
-    """Wait, without communication, until the writer process of ``caller`` has finished its oldest request or is dead.
+    """Wait, without communication, until the writer process of ``caller`` has finished its oldest request.
 
-    ``caller``: Megatron's ``PersistentAsyncCaller``.
+    ``caller``: Megatron's ``PersistentAsyncCaller``.  It is closed if the process is dead or stays stopped.
     """
     try:
         caller.is_current_async_call_done(True, True)
@@ -268,7 +269,10 @@ _WORKER_FAILURE = "Worker failure: "
 
 
 class PartFailed(Exception):
-    """A part of a checkpoint cannot be written.  ``own``: True if other workers could write their parts."""
+    """A part of a checkpoint cannot be written.
+
+    ``own``: True if the fault is this worker's, because other workers could write their parts.
+    """
 
     def __init__(self, message: str, *, own: bool) -> None:
         super().__init__(message)

@@ -1,9 +1,9 @@
 """Checkpoints of a changing set of workers: if a worker is lost, the survivors start the checkpoint again.
 
 save_checkpoint()              runs as a section; an asynchronous checkpoint is pending when this function returns
-maybe_finalize_async_save()    runs as a section if a checkpoint is pending.  All workers abandon the checkpoint if one
-                               of its writers is lost, or if the workers have different pending checkpoints; then they
-                               save it again, unless another step has changed the state
+maybe_finalize_async_save()    runs as a section if a checkpoint is pending.  All workers abandon the checkpoint if a
+                               worker that writes it is lost, or if the workers have different pending checkpoints;
+                               then they save it again, unless another step has changed the state
 
 Each run of the section writes into a separate folder (`attempts`), through wrapped functions of Megatron:
 
@@ -103,7 +103,7 @@ class Checkpoints:
         self._lost = False
         """True if any worker has abandoned the last asynchronous checkpoint."""
         self._again: tuple[int, Callable[[], Any]] | None = None
-        """(iteration of the last asynchronous save, function that saves it again); None before the first such save."""
+        """(iteration of the last asynchronous save, function that saves it again); None if there is none."""
         self._source = "save"
         """Source of the present or last attempt's checkpoint (``instep.decision.SOURCES``)."""
         self.complete: Sequence[Checkpoint] = ()
@@ -218,11 +218,12 @@ class Checkpoints:
         return maybe_finalize_async_save
 
     def _reconcile(self, manager: Manager) -> None:
-        """Abandon all workers' pending checkpoints if these differ between workers, or lack a lost worker's part.
+        """Abandon all workers' pending checkpoints if these differ between workers, or if one of their writers is lost.
 
-        All workers call this method at the start of a section; it acts only in the first section of an epoch.  If
-        the last epoch ended in the middle of a section, only some workers may have finalized or abandoned a
-        checkpoint.  Raises ``EpochRevoked``.
+        All workers call this method at the start of a section.  It acts only in the first section of an epoch, because
+        within an epoch all workers have the same pending checkpoints.  If the last epoch ended in the middle of a
+        section, only some workers may have finalized or abandoned a checkpoint, and a lost worker's part may be
+        incomplete.  Raises ``EpochRevoked``.
         """
         view = manager.view
         if view.epoch == self._reconciled:

@@ -38,7 +38,7 @@ the first launch.
 _loaded: Any = None
 """The arguments in the checkpoint that this worker has loaded; None if it has loaded none."""
 MOST_READ = 1 << 22
-"""Number of entries up to which a document index is searched for its largest document number."""
+"""Length up to which a document index is searched for its largest document number; a longer index is not searched."""
 
 
 def install() -> None:
@@ -99,7 +99,10 @@ def sharded_before(now: bool) -> bool:
 
 
 def look(dataset: Any) -> None:
-    """Log warnings if a training data set, or a data set of a blend, has another order of samples than before."""
+    """Log warnings if training samples have another order than before, or a cached index does not match its files.
+
+    ``dataset``: a data set, or a blend, whose data sets are checked too.
+    """
     if os.environ.get("RANK", "0") != "0":
         return
     try:

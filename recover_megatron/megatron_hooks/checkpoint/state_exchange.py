@@ -2,7 +2,7 @@
 
 new replica   workers of the same column with the state (holders) offer it until the optimizer's step; a spare that gets
               a place fetches it while the holders compute (``fetch_state``), or continues with its own state (`rejoin`)
-repair        a worker whose state differs from its column's state replaces its state before the step
+repair        a worker whose state differs from its column's state fetches a holder's state before the step
 mirror        the workers of the last replica send their state to spares before every step
 """
 
@@ -39,7 +39,7 @@ class StateExchange:
     def at_boundary(self) -> None:
         """Make the transfers that the present plan requires of this worker before the next step.
 
-        Raises ``Orphaned`` if this worker's state is wrong and could not be replaced.
+        Raises ``Orphaned`` if this worker's state is wrong and could not be replaced: it must not be used.
         """
         view = self._manager.view
         decision = view.decision
@@ -67,7 +67,10 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """Withdraw the offered state before it changes.  Only workers that have left the epoch may still read it."""
+        """Withdraw the offered state before it changes.
+
+        A transfer that still runs then reads wrong data, but only to a worker on which the epoch no longer counts.
+        """
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None
@@ -75,8 +78,9 @@ class StateExchange:
     def fetch_state(self, decision: Decision) -> int:
         """Load the state with which ``decision`` begins: a holder's state, or this worker's own state.
 
-        Return the number of bytes received.  Raises one of ``INTERRUPTED`` if the transfer is interrupted; nothing is
-        loaded then.  Raises ``Disagreement`` for a state of the wrong version.
+        Return the number of bytes received.  Raises one of ``INTERRUPTED`` if the transfer is interrupted; this
+        worker's own state is then unchanged if it has the right version, and otherwise invalid
+        (``TrainingState.room``).  Raises ``Disagreement`` for a state of the wrong version.
         """
         size = 0
         if self._manager.view.worker in decision.holders:

@@ -93,7 +93,7 @@ class TrainingState:
 
     @property
     def first(self) -> int:
-        """Number of the run's first iteration; the same on a worker that joined the run later."""
+        """First iteration of the run or, after a rollback, of its timeline; the same on a worker that joined later."""
         return self._loop.first
 
     @property
@@ -131,7 +131,7 @@ class TrainingState:
         return f"{digest(chain(self.tensors(), [text])) % (1 << 64):016x}"
 
     def steering(self) -> str:
-        """Return the optimizer's settings as JSON: its schedule, and each group's learning rate, betas, step count."""
+        """Return the optimizer's settings as JSON: the schedule, and the plain values of each group (``_steering``)."""
         groups = [[_steering(group, self._sharded is None) for group in self._groups(one)] for one in self._optimizers]
         return json.dumps([self._loop.schedule_state(), groups], sort_keys=True)
 
@@ -238,7 +238,7 @@ class TrainingState:
             )
 
     def finish_schedule(self) -> None:
-        """Advance the learning rate schedule to the parameters' iteration, unless the loop has already done so."""
+        """Set the learning rate schedule to the parameters' iteration: the loop may have stopped before it did so."""
         if self._done:
             self._loop.schedule(self.counters, int(not self._skipped))
 
@@ -264,7 +264,7 @@ class TrainingState:
     def _restore(self, counters: dict[str, Any], groups: Any, *, iterations: int = 0) -> None:
         """Set Megatron's counters, from which the loop continues, to ``counters`` plus ``iterations`` (0 or 1).
 
-        ``groups``: result of ``plain_groups`` for each optimizer; None if the groups must keep their values.
+        ``groups``: result of ``plain_groups`` for each optimizer; None if only the schedule may change the groups.
         """
         self.version = self._loop.restore(counters, iterations=iterations, skipped=self._skipped)
         for one, values in zip(self._optimizers, groups or (), strict=groups is not None):
@@ -301,7 +301,7 @@ class TrainingState:
         self._remember()
 
     def _remember(self) -> None:
-        """Save the values that an interrupted step may have changed: loss scales, groups and router biases."""
+        """Save the values that an interrupted step may change: loss scales, groups and router biases."""
         self._scalers = [_scaler(one) for one in self._optimizers]
         self._plain_groups = [plain_groups(self._groups(one)) for one in self._optimizers]
         self._biases = [bias.clone() for bias in biases(self._model)]
@@ -346,7 +346,7 @@ def _parameters(one: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the plain values (numbers, strings, None) of an optimizer's groups, which workers send to each other."""
+    """Return the values of an optimizer's groups, except tensors and parameters, which workers send to each other."""
     return [{key: value for key, value in group.items() if _is_plain(key, value)} for group in groups]
 
 

@@ -57,7 +57,7 @@ def moved() -> int:
 def _blocked(numbers: set[int]) -> Iterator[None]:
     """Context that blocks the signals ``numbers`` in the calling thread and in processes started in the context.
 
-    A signal that arrives inside the context is delivered to this process at the end of the context.
+    A signal that is still pending at the end of the context is delivered then.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

@@ -167,7 +167,10 @@ class Source:
     # ---- Megatron uses a source in place of a loader: it calls iter() and len(), and never reads a batch
 
     def __len__(self) -> int:
-        """Return the number of microbatches of the data set; with --full-validation, the largest number of any rank."""
+        """Return the number of microbatches of the data set.
+
+        With --full-validation it is the largest number of any rank, so that all ranks agree.
+        """
         return self._order.rounds if isinstance(self._order, InTurn) else len(self._dataset) // self.size
 
     def __iter__(self) -> Source:
@@ -288,7 +291,7 @@ def finish() -> None:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the functions that build the loop's loaders, check checkpoints, and draw a data set's random numbers."""
+    """Wrap the functions that build loaders, check a checkpoint's arguments, and draw a data set's random numbers."""
     loop.wrap("loader", _with_sources)
     loop.wrap("endless", _endless)
     resumed.install()

@@ -3,7 +3,7 @@
 install()   wraps the functions of Megatron (groups, data, training); raises UserError for an unknown Megatron
 run(call)   calls Megatron's pretrain().  The way in which pretrain() ends decides what this worker does:
 
-    returns, or exits with 0        the training is over, and the worker leaves (`endings`: an early exit is an error)
+    returns, or exits with 0        the training is over, and the worker leaves (`endings`: an early end is an error)
     Orphaned, or the replica's      outside train() the worker is a spare until the run ends (inside train(), `training`
       communication failed            catches the error, and the worker waits for another place)
     OtherPosition                   the run needs this spare in another position: the worker drops its model and calls
@@ -300,7 +300,8 @@ class FaultTolerance:
         """Wait for the launcher's SIGTERM, because a worker was lost before the training could begin.
 
         A launcher logs the loss in one line.  Messages of all workers that lost a connection would hide this line, so
-        this worker logs nothing.
+        this worker logs nothing while it waits.  If no SIGTERM arrives within ``LAUNCHER_STOP_SECONDS``, the method
+        returns.  If the coordinator ends this worker, the process waits again, and exits with EXIT_NO_REPLICA.
         """
         try:
             self._session.wait_lost((), LAUNCHER_STOP_SECONDS)
@@ -323,7 +324,10 @@ class FaultTolerance:
         raise AssertionError("a worker that cannot come back was given a place")
 
     def _end(self, code: int, message: str) -> NoReturn:
-        """Close this worker's records of the run, and exit the process because the run ends."""
+        """Write the remaining lines of this worker's records, log ``message``, and exit with ``code``.
+
+        A worker that is evicted or fails calls the function ``_end`` instead: the next writer has its lines.
+        """
         self._records.close()
         _end(code, message)
 
@@ -394,7 +398,7 @@ def _my_address() -> str:
     """Return the address at which other workers reach this worker.
 
     The launcher gives the address in the environment.  Without a launcher it is the local address of a connection to
-    the rendezvous store.  A newcomer cannot connect if the store's host is lost.
+    the rendezvous store, whose host may be gone when a newcomer joins.
     """
     if address := os.environ.get(HOST_VARIABLE):
         return address

@@ -54,9 +54,10 @@ log = get_logger(__name__)
 def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -> Provider:
     """Return an ``extra_args_provider`` for Megatron's parser, which adds the flags of --recover and of ``others``.
 
-    The provider makes the parser report errors in one line, and changes two defaults of Megatron: on the host device
-    fused kernels are off, and with --recover the rerun machine, which replays complete steps, is off.  A flag that the
-    user gives takes precedence over these defaults, unless --recover implements it in another way (`refused`).
+    The provider makes the parser report errors in one line, and changes defaults of Megatron that could not run: on the
+    host device ``hostdevice.host_defaults`` apply, and with --recover the rerun machine, which replays complete steps,
+    is off.  A flag that the user gives takes precedence over these defaults, unless --recover implements it in another
+    way (`refused`).  A flag that cannot run is refused (``problems``).
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

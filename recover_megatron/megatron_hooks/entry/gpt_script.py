@@ -66,7 +66,7 @@ def _predicts_further_tokens(vp_stage: int | None) -> bool:
 
 @cache
 def _stage_predicts_further_tokens(stage: int, vp_stage: int | None) -> bool:
-    """Return whether pipeline stage ``stage`` has multi-token-prediction layers; cached for each stage."""
+    """Return whether ``stage`` has multi-token-prediction layers; cached by stage: a worker may change its stage."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -300,7 +300,7 @@ def _dataset_type(args: Any) -> type:
 def train_valid_test_datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     """Return the datasets (train, validation, test) with the given numbers of samples.
 
-    Every worker calls this function; a worker whose stage reads no batch gets (None, None, None).
+    Every worker calls this function; a worker that reads no batches gets (None, None, None).
     """
     args = get_args()
 

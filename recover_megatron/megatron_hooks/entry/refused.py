@@ -185,7 +185,10 @@ def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def cannot_recover(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Return the reasons why --recover refuses the flags ``args`` for any optimizer; empty if it accepts them."""
+    """Return the reasons why --recover refuses the flags ``args``; empty if there are none.
+
+    Reasons that concern the distributed optimizer are left to ``cannot_shard``.
+    """
     rules = RULES if config.untested else [*RULES, *UNTESTED]
     found = reasons(rules, args)
     if hostdevice.is_active() and config.collective == "native":

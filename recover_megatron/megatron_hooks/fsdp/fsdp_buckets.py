@@ -6,7 +6,8 @@
     the step is committed          --finish_grad_sync-->  Megatron attaches the shards to the optimizer
 
 The workers of a column, which have the same position in every shard group, sum their shards.  This module does not
-scale gradients: before its reduce-scatter, Megatron divides them by the launch's number of data-parallel ranks.
+scale gradients: before its reduce-scatter, Megatron divides them by the launch's number of data-parallel ranks, except
+with --calculate-per-token-loss.
 
 If --data-parallel-sharding-strategy does not shard gradients (``optim``), each worker accumulates the complete bucket
 over the microbatches of a pass.  At the end of the pass Megatron reduces the bucket in place, after which only this
@@ -56,7 +57,7 @@ class FsdpBuckets:
         grid = manager.view.grid
         index = model[0].megatron_fsdp_dist_index
         self.tail = ring_order(column_of(index.get_dp_group()), grid)
-        """The column over which a step sums its tail: all data-parallel ranks."""
+        """The column over which a step sums its tail: all data-parallel and context-parallel ranks."""
         self._buffers: list[Any] = []
         self._number: dict[tuple[int, int], int] = {}
         self._shards: list[torch.Tensor] = []
@@ -163,7 +164,7 @@ class FsdpBuckets2:
         grid = manager.view.grid
         everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.tail = ring_order(column_of(everyone), grid)
-        """The column over which a step sums its tail: all data-parallel ranks."""
+        """The column over which a step sums its tail: all data-parallel and context-parallel ranks."""
         outer = ring_order(column_of(parallel_state.get_inter_distributed_optimizer_instance_group()), grid)
         # Reversed, because the backward pass will produce the gradients in about this order.
         self._groups = [

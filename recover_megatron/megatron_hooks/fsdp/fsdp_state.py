@@ -1,6 +1,7 @@
 """A worker's parameter shards under Megatron-FSDP, and the cleanup of a model after an interrupted iteration.
 
-A worker's state consists of its own shards.  All other parts of the parameters are gathered again in each iteration.
+Between two iterations only the shards that a worker owns matter.  In each iteration it gathers all other parts of the
+parameters again.
 
 Functions that are wrapped when a model is built (``install_meshes``):
 
@@ -161,7 +162,7 @@ def forget_meshes() -> None:
 
 
 def install_meshes(alone: Callable[[], bool], ours: tuple[type, ...]) -> None:
-    """Wrap the functions that the module's docstring lists, once per process.
+    """Wrap the functions that the module's docstring lists, and those of `version2`, once per process.
 
     Raises UserError if torch is too old, or if a function has an unexpected signature.  ``alone``: function that
     returns whether this worker builds a model without other workers.  ``ours``: types of this package's

@@ -114,7 +114,8 @@ def tidy(chunk: Any) -> None:
     """Reset a model chunk to its state between two iterations, after an exception has interrupted an iteration.
 
     A pending operation of the broken shard group may still write to the memory of gathered parameters, so this function
-    allocates new memory.  Later work on the current stream is ordered after all work on Megatron's two streams.
+    abandons that memory, and the next gathering uses other memory.  Later work on the current stream is ordered after
+    all work on Megatron's two streams.
     """
     context = chunk.module.context
     for stream in (context.allgather_stream, context.reduce_scatter_stream):

@@ -147,7 +147,7 @@ class Buckets:
                 self._finish_group(group)
 
     def _finish_group(self, group: Any) -> None:
-        """Copy gradients that lie outside the buffer into the buffer, run Megatron's checks, and scale the buckets."""
+        """Copy gradients from outside the buffer into it, run Megatron's checks if requested, and scale the buckets."""
         self._finished.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):

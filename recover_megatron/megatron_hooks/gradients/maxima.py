@@ -4,9 +4,10 @@
     ``Scales``            --fp8-recipe delayed: the largest value of each tensor that Transformer Engine rounds to 8
                           bits, from which it computes the scale
 
-The tail can only be summed.  So it has separate numbers for each microbatch.  Only the worker that ran the microbatch
-contributes to its numbers, and all workers receive them.  After the commit each worker computes the maximum over the
-complete batch.  Evaluations, recomputations in the backward pass and abandoned attempts do not count.
+The tail is a sum, and parts of it may be final while workers sum the others again.  So it has separate numbers for each
+microbatch.  Only the worker that ran the microbatch contributes to its numbers, and all workers receive them.  After
+the commit each worker computes the maximum over the complete batch.  Evaluations, recomputations in the backward pass
+and abandoned attempts do not count.
 """
 
 from __future__ import annotations
@@ -235,8 +236,8 @@ class Scales(_Maxima):
 
     Transformer Engine would change the scales after each microbatch.  Here each scale changes once a step, in the
     update (``move``), by the maximum over the complete batch.  So a microbatch gives the same numbers on every worker
-    and in every attempt.  The scales are equal on all workers of a stage and belong to the training state
-    (``tensors``).
+    and in every attempt.  The scales are equal in a column and on all workers of a stage, and belong to the training
+    state (``tensors``).
 
     ``microbatch`` is the context of a chunk's forward pass.  The chunk's backward pass begins when the gradient of the
     chunk's output is computed (``watch``), and ends with the next backward pass or in ``ran``.

@@ -9,9 +9,9 @@ that the run has consumed before this iteration.  Its samples are:
     ByNumber   --dataloader-type external: the samples that the user's loader returns for the number first / size
     InTurn     --full-validation: one sample for each rank in turn; after its last sample a rank begins again
 
-The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  The version
-of the state after a step includes the skipped iterations that directly follow, so a joining worker begins after them.
-steps.jsonl has no line for skipped iterations; the next line shows how many were skipped.
+The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  The version of the state
+after a step includes the skipped iterations that directly follow, because they do not change the state.  So a joining
+worker begins after them.  steps.jsonl has no line for skipped iterations; the next line shows their number.
 
 Random numbers are a function of (seed, iteration, microbatch, position), never of the worker that runs the microbatch
 (``MicrobatchSeeds``).  Gradients are counted when they are added to the buffer (``Accumulated``).
@@ -50,7 +50,7 @@ class Accumulated:
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-        """Model chunk -> microbatches counted for each dense parameter since the start of this worker."""
+        """Model chunk -> microbatches counted for each dense parameter since the chunk was built."""
         self._call = 0
         """Number of calls of Megatron's backward pass, including the current call."""
 
@@ -128,9 +128,10 @@ def has_gradient(output: Any) -> bool:
 def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     """Return a context in which Megatron's schedule can run ``count`` microbatches through ``model`` (or its chunks).
 
-    An interleaved pipeline runs microbatches in groups.  The context sets a group size that fits ``count``.  With any
-    group size the microbatches pass each chunk in the same order, so the gradients are equal to the bit.  Raises
-    ValueError if ``count`` is too small for an interleaved pipeline with this number of stages.
+    An interleaved pipeline runs microbatches in groups.  The context sets a group size that fits ``count``; only the
+    schedules read it, when a pass begins.  With any group size the microbatches pass each chunk in the same order, so
+    the gradients are equal to the bit.  Raises ValueError if ``count`` is too small for an interleaved pipeline with
+    this number of stages.
     """
     if not isinstance(model, list) or len(model) < 2:
         return nullcontext()
@@ -178,10 +179,11 @@ def mix(*numbers: int) -> int:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the functions that read skipped batches, save random states, or draw a router's constant bias.
+    """Wrap the functions that skip a batch, save random states, or draw a router's constant bias.
 
-    Saved random states have no effect with --recover (see ``MicrobatchSeeds``).  But with --data-parallel-random-init a
-    later start reads one state for each data-parallel rank of the launch, so the states of lost ranks are filled in.
+    Skipped batches are not read.  Saved random states have no effect with --recover (see ``MicrobatchSeeds``).  But
+    with --data-parallel-random-init a later start reads one state for each data-parallel rank of the launch, so the
+    states of lost ranks are filled in.
     """
     loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)
@@ -221,7 +223,9 @@ def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MicrobatchSeeds:
-    """Sets the states of all random number generators before a forward pass.  ``device``: the model's device.
+    """Sets the states of torch's and Megatron's random number generators before a forward pass.
+
+    ``device``: the model's device.
 
     As in Megatron, the default generator has the same seed on all tensor-parallel ranks of a stage.  The seeds of
     Megatron's tracked generators also depend on the tensor, context and expert ranks, except the generators in
@@ -316,10 +320,11 @@ class InTurn:
 class Shuffled:
     """Order of Megatron's shuffling sampler, which shuffles the samples of a data set again in each epoch.
 
-    ``total``: samples of the data set; ``size``: samples of a microbatch; ``ranks``: data-parallel ranks.  In an epoch
-    each rank has the same number of microbatches, so some samples may be left over.  ``sharded``: True if each rank
-    shuffles a separate part (Megatron's default); False if all ranks shuffle the complete data set.  In that case a
-    rank's first microbatch of an epoch consists of left-over samples of the epoch before, if there are enough.
+    ``total``: samples of the data set; ``size``: samples of a microbatch; ``ranks``: data-parallel ranks of the
+    launch.  In an epoch each rank has the same number of microbatches, so some samples may be left over.
+    ``sharded``: True if each rank shuffles a separate part (Megatron's default); False if all ranks shuffle the
+    complete data set.  In that case left-over samples of an epoch, if there are enough, replace the first microbatch of
+    the first ranks in the next epoch.
     """
 
     def __init__(self, total: int, size: int, ranks: int, *, sharded: bool) -> None:

@@ -34,8 +34,8 @@ REMIND_SECONDS = 600.0
 class Console:
     """Logs lost workers, returned replicas and degraded operation, on the worker that prints Megatron's training log.
 
-        planned, for a new plan      logs a returned replica, and a loss of workers outside of a step; saves a loss that
-                                     happened in a step
+        planned, for a new plan      logs a returned replica, lost spares, and a replica's loss outside of a step; saves
+                                     a replica's loss that happened in a step
         step, after each step        logs the saved losses, with the time that they cost; every ten minutes logs that
                                      replicas are missing
 
@@ -48,7 +48,8 @@ class Console:
         self._gone: dict[int, int] = {}
         """Missing replica -> iteration in which the replica was lost."""
         self._degraded: tuple[int, float] | None = None
-        """(iteration, ``time.monotonic()``) when the first missing replica was lost; None if no replica is missing."""
+        """(iteration, ``time.monotonic()``) since which at least one replica of the launch has been missing, as far as
+        this worker knows; None if none is missing."""
         self._reminded = 0.0
         self._epoch = 0
 
@@ -105,7 +106,7 @@ def _say(text: str) -> None:
 NAMED = 3
 """Largest number of workers that a line lists one by one; also the largest number of nodes that it lists."""
 PHASES = {"forward": "forward/backward", "reduce-scatter": "the gradient sums", "agree": "the agreement"}
-"""Phase -> name of the phase in the log, if the log uses another name."""
+"""Phase -> name of the phase in the log, if it differs.  "forward" includes the backward pass of a microbatch."""
 
 
 def recovery_line(
@@ -161,7 +162,10 @@ def rollback_line(target: Rollback, source: str, seconds: float, replicas: str) 
 
 
 def degraded_line(iteration: int, seconds: float, since: int, decision: Decision, of: int) -> str:
-    """Return the line that reminds of missing replicas, ``seconds`` after the first of them was lost."""
+    """Return the line that reminds of missing replicas.
+
+    At least one replica has been missing for ``seconds``, since iteration ``since``.  ``of``: as in ``of_all``.
+    """
     return (
         f"iteration {iteration}: degraded for {seconds / 60:.0f} min: {of_all(decision, of)} since iteration {since}; "
         f"{_left(len(decision.spares))}"

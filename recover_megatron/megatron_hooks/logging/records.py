@@ -2,8 +2,8 @@
 
 Each replica has a candidate writer: the worker of the last pipeline stage whose tensor rank, context rank and
 ``View.inner_rank`` are 0.  Every candidate keeps the lines of the last steps in memory; the candidate of the first
-replica writes the files.  If that replica is lost, the next candidate writes, beginning with the committed steps that
-the lost writer had not written.  So no committed step is missing.
+replica that is not new in this epoch writes the files.  If that replica is lost, the next candidate writes, beginning
+with the committed steps that the lost writer had not written.  So no committed step is missing.
 
 The training waits only a bounded time for the disk (``log_writer``), so a lost writer may leave many queued lines
 unwritten.  Therefore a candidate keeps up to ``KEPT_BYTES`` of lines.
@@ -37,7 +37,8 @@ from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 log = get_logger(__name__)
 
 KEPT_BYTES = 2 << 20
-"""Maximum number of bytes of step lines that a candidate keeps.  The queue of the file writer accepts more."""
+"""Maximum number of bytes of step lines that a candidate keeps.  The queue of the file writer accepts more
+bytes, because a new writer adds all kept lines at once."""
 
 
 class Records:
@@ -57,7 +58,7 @@ class Records:
         self._timeline: Timeline = (0, 0)
         """Timeline of the steps in ``_lines``."""
         self._first = True
-        """True until this worker knows that a step of this run was completed."""
+        """True while, as far as this worker knows, no step of this run can have been written."""
         self._epoch = 0
         self._recoveries = 0
         """Number of epochs, since the last completed step, that began because a replica was lost."""
@@ -108,7 +109,7 @@ class Records:
         self._first = False
 
     def planned(self, manager: Manager) -> None:
-        """Start or stop writing, if a new epoch's plan makes another worker the writer.
+        """Follow a new epoch's plan: start or stop writing if the writer changes, and adopt the plan's timeline.
 
         A new writer immediately writes the lines that the lost writer had not written, since the run may end any time.
         """
@@ -150,7 +151,7 @@ class Records:
         self._checkpoint = f"iteration {iteration} in {args.save}"
 
     def last_checkpoint(self) -> str:
-        """Return a description of the last checkpoint, for messages; empty on a newcomer that has no Megatron yet."""
+        """Return a description of the last checkpoint, for messages; empty before Megatron has arguments."""
         if global_vars._GLOBAL_ARGS is None:
             return ""
         args = get_args()
@@ -210,8 +211,8 @@ class Records:
 def _still_in(manager: Manager) -> bool:
     """Return False if this worker was evicted, because another worker then writes the files.
 
-    A process that was suspended (SIGSTOP) may not know this yet, so this function waits until the coordinator answers
-    or the run is over.
+    A process that was suspended, for example by SIGSTOP, may not know this yet, so this function waits until the
+    coordinator answers or the run is over.
     """
     try:
         manager.wait_in_touch(in_epoch=False)

@@ -103,9 +103,9 @@ class Trackers:
             self._stay_in_the_replica()
 
     def _stay_in_the_replica(self) -> None:
-        """Make Megatron average the experts' values only over this replica's tensor ranks, whose values differ.
+        """Make Megatron average the experts' values only over this replica's tensor and context ranks.
 
-        The values are already equal on all replicas.
+        The values of tensor ranks differ; context ranks and replicas already have equal values.
         """
         tracker = get_moe_metrics_tracker()
         for name in self._experts:
@@ -183,7 +183,8 @@ class LogTotals:
         self.names: list[str] = []
         """Names of the losses that a step logs, in the order of these losses in the step's tail."""
         self._seconds = 0.0
-        """Seconds, since the last row, that Megatron's timer has not measured because train() was left in between."""
+        """Seconds, since the last row, that Megatron's timer has not measured: train() was left in between, or another
+        worker measured them."""
 
     def take_up(self, totals: dict[str, Any]) -> None:
         """Restore the saved sums into ``totals``, train()'s variable, before Megatron adds an iteration to them."""
@@ -198,7 +199,10 @@ class LogTotals:
         self._seconds += _seconds()
 
     def tree(self) -> dict[str, Any]:
-        """Return copies of the sums as a tree to send (``collectives.state.holder``)."""
+        """Return the sums as a tree to send (``collectives.state.holder``).
+
+        The tree contains copies, because the sums change while it is sent.
+        """
         return {
             "totals": _copies(self._totals),
             "names": list(self.names),

@@ -36,7 +36,8 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 KEPT_SECONDS, KEPT_ITERATIONS = 180.0, 4
-"""Age at which a ``Stub`` forgets a kept call, in seconds and in iterations; both must have passed."""
+"""Age at which a ``Stub`` forgets a kept call, in seconds and in iterations; both must have passed.  By then the last
+rank has written the value."""
 KEPT_CALLS = 100_000
 CALL_BYTES = 256
 """Approximate size of a queued call, in bytes."""

@@ -166,9 +166,10 @@ def _with_count(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:
-    """Return zero losses in place of ``losses``, for microbatches that other replicas count.
+    """Return zero losses in place of ``losses``, for microbatches that other replicas count, so that none counts twice.
 
-    With --sft ``losses`` are returned unchanged, because Megatron averages the means of all replicas.
+    With --sft ``losses`` are returned unchanged, because Megatron averages the means of all replicas.  They then count
+    as one more sample.
     """
     if getattr(args, "sft", False):
         return losses

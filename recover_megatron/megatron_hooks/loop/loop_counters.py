@@ -58,20 +58,27 @@ class LoopCounters:
             running(time.time() - float(first_start))
         self._validation = sources_of(validation)
         self._launch = self._of_launch()
-        """The ``LAUNCH`` counters at the start of the run or timeline; a worker that joined later receives them."""
+        """The ``LAUNCH`` counters at the start of the run or, after a rollback to a checkpoint in storage, at the
+        checkpoint; a worker that joined later receives them."""
 
     @property
     def first(self) -> int:
-        """First iteration of the run or, after a rollback, of its timeline, even if this worker joined later."""
+        """First iteration of the run or, after a rollback to a checkpoint in storage, the first after the checkpoint.
+
+        It is equal on all workers, whenever they joined.
+        """
         return with_skipped(int(self._launch["iteration"]), to_skip()) + 1
 
     @property
     def gone_back(self) -> bool:
-        """True if the run has rolled back, so that ``first`` follows the loaded iteration; equal on all workers."""
+        """True if ``first`` follows a checkpoint that a rollback loaded from storage; equal on all workers."""
         return bool(self._launch.get("gone back"))
 
     def read(self, version: int | None) -> dict[str, Any]:
-        """Return the current counters as a tree.  ``version``: number of iterations that updated the parameters."""
+        """Return the current counters as a tree.
+
+        ``version``: number of iterations that the parameters have seen, including iterations that skipped their update.
+        """
         args = get_args()
         return {
             "version": version,
@@ -85,7 +92,10 @@ class LoopCounters:
         }
 
     def show_launch(self) -> None:
-        """Set Megatron's ``LAUNCH`` counters to their values in ``_launch``, before a checkpoint is written."""
+        """Set the iteration and the count of operations to their values in ``_launch``, before a checkpoint is written.
+
+        train() of this worker may have started with other values.
+        """
         args = get_args()
         args.iteration = self._launch["iteration"]
         args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]

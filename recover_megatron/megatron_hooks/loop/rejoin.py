@@ -8,8 +8,8 @@
                      workers, until pretrain()'s train() calls ``come_back``
 
 Meanwhile the other workers train.  At the boundary before one step (`training_parts`) they wait until this worker takes
-its place.  While they compute that step, they send this worker the state (`state_exchange`).  From the next step on,
-they need this worker.  The code without Megatron is `instep.meeting.orphan`.  A worker that builds a model alone is the
+its place.  While they compute that step, they send this worker the state (`state_exchange`), and from then on they
+depend on this worker.  The code without Megatron is `instep.meeting.orphan`.  A worker that builds a model alone is the
 only member of its groups (`parallel_groups`), so it needs no other worker until it receives the state.
 
 If a part of the state is lost, all workers roll back to one checkpoint, in place (``Rollback``).
@@ -93,7 +93,8 @@ class Rejoin:
         """Wait as a spare until a plan has a place for this worker, and take this place.
 
         When this function returns, train() can be entered.  Raises ``OtherPosition`` if a plan assigns this worker
-        another position, ``RunOver`` if the run is over, and ``Disagreement`` if the received state is wrong.
+        another position, ``RunOver`` if the run is over, and ``Disagreement`` if the received state is of another
+        iteration or does not fit the model.
         """
         # Operations over replicas send nothing before the first boundary, because other workers reach it later.
         self._groups.leave_training()
@@ -276,7 +277,7 @@ AS_SAVED = {
     "ckpt_assume_constant_structure": False,  # the cached load plan was made for the workers of the launch
     "ckpt_convert_update_legacy_dist_opt_format": False,
 }
-"""Megatron's argument -> value during a rollback, so that the complete checkpoint of this run is loaded."""
+"""Megatron's argument -> value during a rollback, which loads the whole checkpoint even if the launch loaded a part."""
 
 
 @dataclass(eq=False)

@@ -157,7 +157,7 @@ class TrainingHooks:
         return found, self._checkpoints.unreadable
 
     def _no_last_resort(self, state: TrainingState) -> str:
-        """Return the reason why the run cannot roll back to a checkpoint in place; empty if it can."""
+        """Return the reason why the run cannot roll back to a checkpoint in place; empty if it can, once one exists."""
         return "--recover-last-resort off" if self._config.last_resort == "off" else state.no_rollback_reason
 
     @property
@@ -341,7 +341,7 @@ class TrainingHooks:
 
 
 def _check_batches(args: Any) -> None:
-    """Raise UserError if the batch size schedule contains a batch that the run could not distribute over replicas."""
+    """Raise UserError if a coming batch of the batch size schedule cannot be distributed over the replicas."""
     if getattr(args, "step_batch_size_schedule", None):
         batches = batches_to_come(args, args.consumed_train_samples, args.iteration)
         if reasons := misfits(args, args.data_parallel_size, batches):

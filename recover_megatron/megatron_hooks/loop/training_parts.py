@@ -100,7 +100,7 @@ class StepGuard:
             self.believed = self.believed and not self._updating and not queued
 
     def reset(self) -> None:
-        """Trust this worker's state again, because it was received from, or compared with, other workers."""
+        """Trust this worker's state again, which was received from other workers, or found equal to their state."""
         with self._lock:
             self._updating, self._event, self._sealed, self.believed = False, None, False, True
 
@@ -183,7 +183,7 @@ class TrainingParts:
     def at_boundary(self) -> None:
         """Do the work between two steps: let new replicas join, compare and send states, take a snapshot if due.
 
-        Raises ``Orphaned`` if this worker's state is wrong.
+        Raises ``Orphaned`` if this worker's state is wrong and could not be replaced.
         """
         manager = self._manager
         self._groups.open()

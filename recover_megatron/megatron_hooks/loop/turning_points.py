@@ -48,7 +48,7 @@ class FaultInjection:
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)
 
     def in_collective(self, boundary: str, hop: int) -> None:
-        """Inject the faults that are due at point ``boundary`` of a collective (``collectives.ring.executor.Hook``)."""
+        """Inject the faults that are due at point ``boundary`` of a collective (``collectives.progress.Hook``)."""
         phase, sharded = self._training.manager.view.phase, self._training.sharded
         if boundary == "gather":  # with --overlap-param-gather the next iteration has already begun
             self.inject("param-gather", 0 if sharded is None else sharded.updated)

@@ -1,6 +1,7 @@
 """Policy of a worker that failed to take its assigned place: ask for a place again at once, ask again later, or retire.
 
-``MOST``: number of failures in a row, with the same message, after which the worker retires.
+``MOST``: number of failures in a row after which the worker retires, if their messages are the same.  Numbers and names
+that differ between workers do not matter (``alike``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class UntakenPlaces:
     """Counter of one worker's failures to take a place, which decides whether the worker asks for a place again.
 
         the worker took the place              set the number of failures to 0
-        the epoch ended first                  ask again at once; this does not count as a failure
+        the epoch ended first                  ask again; this does not count as a failure
         a failure with a new message           ask again at once
         a failure with the same message        ask again after ``PAUSE_SECONDS``, because the cause may pass
         the same message ``MOST`` times        retire: wait for the end of the run, and ask no more

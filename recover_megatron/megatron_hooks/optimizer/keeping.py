@@ -107,7 +107,10 @@ class ShardedCheckpoint:
         return sharded_param_state_fully_reshardable
 
     def by_bucket(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``original``, ``DistributedOptimizer.sharded_param_state_dp_reshardable``, to save the pieces."""
+        """Wrap ``original``, ``DistributedOptimizer.sharded_param_state_dp_reshardable``, to save the pieces.
+
+        For loading, ``original`` is called.
+        """
 
         def sharded_param_state_dp_reshardable(
             model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
@@ -197,7 +200,10 @@ class ShardedCheckpoint:
         return state
 
     def _bucket(self, bucket: Any, key: str, instance: int) -> list[dict[str, Any]]:
-        """Return the parts of a bucket that this worker writes.  Gaps between the pieces are filled with zeros."""
+        """Return the parts of a bucket that this worker writes.
+
+        Gaps between the pieces are filled with zeros, because a tensor in a checkpoint must have no gaps.
+        """
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
         found = []
@@ -229,7 +235,10 @@ class ShardedCheckpoint:
         return found
 
     def _empty(self, bucket: int, own: Sequence[ShardFragment], numel: int) -> dict[str, torch.Tensor]:
-        """Return ``numel`` zeros for each tensor name, in the dtypes of ``own``, this worker's pieces of the bucket."""
+        """Return ``numel`` zeros for each tensor name.
+
+        If this worker has pieces of the bucket, ``own``, the zeros have the dtypes of these pieces.
+        """
         model = self._fragments.buckets[bucket].param_data.dtype
         main = torch.int16 if precision.has_remainders(self._optimizer, model) else torch.float32
         types = {**dict.fromkeys(self._keys, torch.float32), "param": main}
@@ -345,7 +354,10 @@ class Keeping(ABC):
     @property
     @abstractmethod
     def tells_norms(self) -> Column:
-        """Column whose members exchange the gradient norms of the units (shares of the state) that they hold."""
+        """Column whose members exchange the gradient norms of the units (shares of the state) that they hold.
+
+        Each unit has a holder among these members.
+        """
 
     @abstractmethod
     def norm_group(self) -> Any:
@@ -372,7 +384,10 @@ class Keeping(ABC):
         return nullcontext()
 
     def gathered(self) -> None:  # noqa: B027  Megatron gathers none
-        """Gather parameters inside the shard group, if needed, after the gathering over the column has begun."""
+        """Gather parameters inside the shard group, if needed.
+
+        Called when the gathering over the column is complete or, with --overlap-param-gather, has begun.
+        """
 
     @abstractmethod
     def loading(

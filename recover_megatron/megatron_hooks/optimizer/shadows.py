@@ -249,7 +249,7 @@ class HostShadows:
 
 
 def _settings(fragments: ShardFragments) -> list[dict[str, Any]]:
-    """Return each group's current settings, such as the learning rate, weight decay and step count."""
+    """Return each group's settings before the coming update, such as learning rate, weight decay and step count."""
     return [{key: value for key, value in group.items() if key != "params"} for group in fragments.inner.param_groups]
 
 

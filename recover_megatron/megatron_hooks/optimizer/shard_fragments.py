@@ -69,7 +69,10 @@ class ShardFragment:
         return self.tensor.data_ptr() != self.model.data_ptr()
 
     def give(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the state of elements ``start`` to ``stop`` (offsets in the bucket), as a dict of tensors."""
+        """Return the state of elements ``start`` to ``stop`` (offsets in the bucket), as a tree of tensors.
+
+        "master" is None if the model's parameter has the same dtype as the piece.
+        """
         part = slice(start - self.start, stop - self.start)
         return {
             "master": self.tensor[part] if self.tensor.dtype != self.model.dtype else None,
@@ -198,7 +201,7 @@ class ShardFragments:
         self.held.setdefault(unit, []).append(fragment)
 
     def install(self, held: dict[int, list[ShardFragment]]) -> None:
-        """Make ``held`` (unit -> pieces) the pieces that the inner optimizer updates."""
+        """Make ``held`` (unit -> pieces) the pieces that the inner optimizer updates, in the order of ``held``."""
         self.held = held
         optimizer, inner = self._optimizer, self.inner
         for number, group in enumerate(inner.param_groups):
@@ -353,7 +356,10 @@ class ShardFragments:
         return found
 
     def digest(self, unit: int) -> Digest:
-        """Return the digest of a unit's pieces.  The owner and all shadows of the unit must have the same digest."""
+        """Return the digest of a unit's pieces.
+
+        The owner and all shadows of the unit must have the same digest, unless the host updates the shadows of a GPU.
+        """
         found = Digest()
         for fragment in self.held[unit]:
             found.add(fragment.tensor.detach())
@@ -365,7 +371,7 @@ class ShardFragments:
     # ---- repartition
 
     def give(self, element_range: ElementRange) -> list[Any]:
-        """Return the state of ``element_range``: one dict of tensors (``ShardFragment.give``) per parameter in it."""
+        """Return the state of ``element_range``: one tree (``ShardFragment.give``) per parameter in it."""
         return [fragment.give(a, b) for fragment, a, b in self.parts(element_range, in_order(self))]
 
     def parts(self, element_range: ElementRange, pieces: InOrder) -> list[tuple[ShardFragment, int, int]]:

@@ -49,8 +49,8 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 from recover_megatron.workload.grid import Column
 
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""Optimizer -> model parameter -> number of the parameter's group.  Recorded in the optimizer's constructor, which
-reduces the groups to this worker's shard."""
+"""Optimizer -> model parameter -> number of the parameter's group.  Recorded before the optimizer's constructor reduces
+the groups to this worker's shard."""
 
 
 def install() -> None:
@@ -126,9 +126,9 @@ class ShardedOptimizer:
     def adopt(self) -> None:
         """Adopt, at launch, the shards that Megatron created, or loaded from a checkpoint.
 
-        Without a checkpoint, the state follows from the parameters, which all workers have, so this function creates
-        the shadows.  With a checkpoint, the shadows are created by a repartition before the first step, unless every
-        worker has the complete state.
+        At iteration 0 the state follows from the parameters, which all workers have, so this function creates the
+        shadows.  After the load of a later iteration, it does so only if every worker has the complete state; otherwise
+        a repartition creates the shadows before the first step.
         """
         self.shards.adopt()
         for fragments in self._fragments:
@@ -187,7 +187,7 @@ class ShardedOptimizer:
     def check(self) -> None:
         """Raise ``StateLost`` on all workers if a part of the optimizer's state has no live holder.
 
-        If a checkpoint exists to which the run can roll back, raises ``Orphaned`` on all workers instead.
+        If a checkpoint or a snapshot exists to which the run can roll back, raises ``Orphaned`` on all workers instead.
         """
         if units := self.shards.lost():
             self._lose(*units)

@@ -1,7 +1,7 @@
 """Lease that decides which of two halves of a run continues: files on shared storage, each written once.
 
     PATH.1   {"term", "epoch", "members"}   the first side that continued without workers that may be running
-    PATH.2   ...                            the next side: it has a member of the first side, and a later term
+    PATH.2   ...                            the next side: it has a member of the first side, and no lower term
 
 The last file names the holder. The lease never expires. A claim gets it only if the claim's term is not lower than the
 holder's, and a member of the holder is a member of the claim's rendezvous, too (``may_take``). So a left-out worker

@@ -71,8 +71,8 @@ class Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the other workers.
 
         ``addresses``: candidate coordinators, in the same order for all workers. ``node_agent``: the node name under
-        which the worker's launcher runs a ``NodeAgent``; None if it runs none. ``newcomer``: True if the worker was not
-        launched with the run. Before the ``join`` of a newcomer, no worker waits for it, and it receives no message.
+        which the worker's launcher runs a ``NodeAgent``; None: it runs none. ``newcomer``: True if the worker was not
+        launched with the run; its id must be new. Before its ``join``, no worker waits for it, and it gets no message.
         """
         settings = settings or Settings()
         hello: dict[str, Json] = {
@@ -152,8 +152,8 @@ class Session:
         return plan.members if plan is not None else frozenset()
 
     def on_revoke(self, callback: RevokeCallback) -> None:
-        """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked; ``epoch`` is the next one.
-        If this worker is out, ``epoch`` is 0. The callback must return soon, and must not wait for the session."""
+        """Call ``callback(epoch, reason)`` in the session's thread at each revoke (``epoch`` is the next one), and with
+        epoch 0 when this worker is out. The callback must return soon, and must not wait for the session."""
         self._callbacks.append(callback)
 
     def check(self) -> None:
@@ -208,7 +208,7 @@ class Session:
             return plan
 
     def ask(self, reason: str, peer: int | None = None) -> None:
-        """Request a new epoch, without waiting. Another thread of this worker must then ``join`` the epoch.
+        """Request a new epoch, without waiting or joining it. A thread of this worker must then ``join`` it, or leave.
 
         ``peer``: the worker with which an operation failed, if that is the reason. Does nothing while an epoch is being
         formed, or without a coordinator (a new one forms an epoch anyway). Raises ``Fenced`` or ``CoordinatorLost``.
@@ -352,11 +352,11 @@ class Session:
     ) -> bool:
         """Report the exception that ends this process. Return whether a coordinator received the report in time.
 
-        Waits at most ``EXCEPTION_REPORT_SECONDS``. ``error``: the exception's type and message, cut to 2,000
-        characters. ``traceback``: cut to 16 Ki. ``group``: the worker's replica. ``tried``: microbatches of the
-        iteration that may be the cause, with ``microbatch`` last; if empty, ``phase`` is the cause. ``own``: True if
-        this worker's host or device is at fault. Reports of several replicas may end the run for all (``ending``).
-        Raises ``ValueError`` for a negative number.
+        Waits at most ``EXCEPTION_REPORT_SECONDS``. ``error``: the exception's type and message, cut in the middle to
+        2,000 characters. ``traceback``: likewise, 16 Ki. ``group``: the worker's replica. ``tried``: all microbatches
+        of the iteration that may be the cause, with ``microbatch`` last; if empty, ``phase`` is the cause. ``own``:
+        True if this worker's host or device is at fault. Reports of several replicas may end the run for all
+        (``ending``). Raises ``ValueError`` for a negative number.
         """
         if min(iteration, microbatch or 0, group) < 0:
             raise ValueError(f"negative number: iteration {iteration}, microbatch {microbatch} or group {group}")
@@ -371,7 +371,7 @@ class Session:
             return self._core.noted
 
     def leave(self) -> None:
-        """Leave the run normally: this worker has finished, so its end is no death. Does nothing if it is out."""
+        """Leave the run normally: this worker has finished, so its end is no death. Harmless if it is out."""
         death_notice.leaving()
         self._say(self._core.leave)
         self._client.close()

@@ -213,7 +213,10 @@ class Pods:
         self._account = account
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """Return place -> whether the pod has ended. If time runs out, some places (random ones) are missing."""
+        """Return place -> whether the pod has ended, like ``Source.look``. Raises NoAnswer.
+
+        If time runs out, some places (random ones) are missing.
+        """
         until = time.monotonic() + ASK_SECONDS
         found: dict[str, bool] = {}
         ask = self._opener()
@@ -233,7 +236,7 @@ class Pods:
     def _opener(self) -> Callable[[str, float], Any]:
         """Return a function that requests a path from the API server and returns the object, or None if none exists.
 
-        The token is read again each time, because it may change.
+        Each call of this method reads the token again, because it may change.
         """
         server = self._server or _server_of(os.environ)
         try:
@@ -285,7 +288,7 @@ SOURCES: Mapping[str, Callable[[], Source]] = {SLURM: Slurm, KUBERNETES: Pods}
 
 
 class WitnessThread:
-    """Asks the witness in a separate thread, which calls ``report`` if nodes are off or the witness does not answer."""
+    """Asks the witness in a separate thread, which calls ``report`` if nodes are off, and once when answers stop."""
 
     def __init__(self, scope: Scope, report: Callable[[Statement], None], source: Source | None = None) -> None:
         """Start the thread. ``source``: interface to the witness; None: chosen by the scope's kind."""

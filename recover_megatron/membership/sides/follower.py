@@ -65,7 +65,8 @@ class Stage(Enum):
 class Follower:
     """Finds and follows the coordinator. ``hello``: the fields of the attach message that identify this process.
 
-    ``late``: True if the run began before this process. Then any candidate may lead, not only the first in the list.
+    ``late``: True if the run began before this process. Then any candidate may lead, and the first in the
+    list may be a fresh standby.
     """
 
     beat: Mapping[str, Any] = {"type": "beat"}

@@ -297,7 +297,10 @@ class NodeAgent:
         self._client.call(self._core.ended, worker, how[:256])
 
     def run_over(self, code: int, what: str) -> None:
-        """End this session because a local candidate has ended the run. ``code``: exit code; ``what``: reason."""
+        """End this session because a candidate on this node has ended the run, and no other process may report that.
+
+        ``code``: exit code. ``what``: reason.
+        """
         self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, reported=True))
 
     def catch_up(self, timeout: float | None = None) -> None:
