@@ -157,9 +157,9 @@ class ElasticDataParallel:
     def step(self, microbatch: Microbatch) -> StepResult:
         """Run the next step; return when all live workers have finished it, and this worker has applied the update.
 
-        Raises ``Fenced`` if this worker was evicted, and ``CoordinatorLost`` if the run ends (its ``code`` is the exit
-        code, 0 if the other workers have finished the run).  Raises the errors of ``microbatch``; other workers
-        continue unless this microbatch or error fails there, too.  A call after any other error exits the process.
+        Raises ``Fenced`` if this worker was evicted, ``CoordinatorLost`` if the run ends (``code``: 0 if the others
+        have finished), and the errors of ``microbatch``; other workers continue unless the same fails there, too.  A
+        call after any other error exits the process.
         """
         began, epochs = time.perf_counter(), self._session.epoch
         if more := strange_parameters(self._optimizer, self._known):
@@ -169,7 +169,8 @@ class ElasticDataParallel:
             )
         if self._gradients.grow():
             self._column.renew(f"more parameters are trainable from step {self.completed + 1} on")
-        self._gradients.clear()
+        if not self._gradients.clear():
+            self._column.renew(f"worker {self.worker} has changed sums of this step that it had received")
         self._passes.ran = []
         while not self._holds or self._column.committed <= self.completed:
             with contextlib.suppress(EpochRevoked):  # a worker died, or joined: the loop joins the next epoch
@@ -209,8 +210,8 @@ class ElasticDataParallel:
             with contextlib.suppress(EpochRevoked):
                 if self._column.over:
                     self._join()
-                else:
-                    self._enter()
+                elif self._enter() is not None:
+                    self._gradients.hold()
         return self.completed
 
     @takes_part
@@ -362,8 +363,7 @@ class ElasticDataParallel:
         if self.completed == at.completed and self.worker in at.holders and len(at.holders) < len(self._statuses):
             self._put()
         leaving = [worker for worker, status in self._statuses.items() if status.leaving]
-        # An epoch in which workers leave needs no group, since no step is run in it.
-        group = None if leaving else self._column.group(self._gradients.buckets)
+        group = None if leaving else self._column.group(self._gradients.buckets)  # if workers leave, no step is run
         if not self._holds and not self._fetch(at):
             return None
         if leaving:

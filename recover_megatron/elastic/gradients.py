@@ -28,6 +28,8 @@ class Gradients:
         """Indices, in the list of covered parameters, of the parameters with a gradient from the current microbatch."""
         self._uses: list[float] = []
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._held = -1
+        """Counter of changes of the gradients' memory when ``hold`` was called; -1: no sums are held."""
         self._cover([at for at, parameter in enumerate(self._all) if parameter.requires_grad])
 
     def _cover(self, numbers: Sequence[int]) -> None:
@@ -35,6 +37,7 @@ class Gradients:
             hook.remove()
         for parameter, _ in self._grads:
             parameter.grad = None
+        self._held = -1
         self._covered = frozenset(numbers)
         self._others = [parameter for at, parameter in enumerate(self._all) if at not in self._covered]
         parameters = [self._all[at] for at in sorted(numbers)]
@@ -98,17 +101,28 @@ class Gradients:
         for parameter, flag in zip(self._all, trained, strict=True):
             parameter.requires_grad_(flag)
 
-    def clear(self) -> None:
+    def hold(self) -> None:
+        """Keep finished sums of the coming step, which this worker has received before the step, at ``clear``."""
+        if any(bucket.ledger.reduced for bucket in self.buckets):
+            self._held = self.changes()[1]
+
+    def clear(self) -> bool:
         """Prepare the next step: zero all buckets, mark them LOCAL, and let the parameters' ``grad`` refer to them.
 
-        The ``grad`` of parameters that are not covered becomes None, so that no old ``grad`` is used.
+        The ``grad`` of parameters that are not covered becomes None, so that no old ``grad`` is used.  After ``hold``
+        the buckets stay as they are, unless the script has written to a ``grad`` since: then the result is False, and
+        the caller must request a new epoch, in which this worker receives the sums again.
         """
+        held, self._held = self._held, -1
         self._put_in()
         for parameter in self._others:
             parameter.grad = None
         self._used.clear()
+        if held == self.changes()[1]:
+            return True
         for bucket in self.buckets:
             bucket.clear()
+        return held < 0
 
     def _put_in(self) -> None:
         for parameter, grad in self._grads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic.epoch_start import LatestState, Status, odd_cover
 from recover_megatron.elastic.gradients import Gradients
 
@@ -98,6 +99,23 @@ def test_a_parameter_that_is_unfrozen_gets_memory_and_those_that_never_are_cost_
     model[2].requires_grad_(True)
     assert gradients.grow()
     assert sum(bucket.flat.numel() for bucket in gradients.buckets) == 6 + (1 + 1 + 3)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_sums_that_come_before_a_step_begins_are_kept_for_it_unless_a_script_writes_to_them(written: bool) -> None:
+    """A worker joins in the middle of a sum of the others, and pulls what is finished of it with the state."""
+    model = parameters(True)
+    gradients = Gradients(model, 1)
+    gradients.buckets[0].flat[:2] = 5
+    gradients.buckets[0].ledger.mark(Span(0, 2), 3)
+    gradients.hold()
+    (model[0].grad.zero_ if written else model[0].grad.sum)()
+    model[0].grad = None  # as of zero_grad(), which is no writing
+    assert gradients.clear() != written, "if they are written to, they are pulled again"
+    assert model[0].grad.tolist() == ([0, 0] if written else [5, 5])
+    assert bool(gradients.buckets[0].ledger.reduced) != written
+    assert gradients.clear(), "those of the last step are not kept for the next"
+    assert not gradients.buckets[0].ledger.reduced
 
 
 def test_what_is_used_is_told_by_the_numbers_that_the_parameters_have_now() -> None:

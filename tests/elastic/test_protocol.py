@@ -38,8 +38,8 @@ class Worker:
         it._generators = SimpleNamespace(after_lead=lambda *_: None)
         it._passes = SimpleNamespace(ran=[1])
         it._gradients = SimpleNamespace(
-            covered="1", buckets=[], trained=[True], clear=self._says("cleared"), cover=lambda its: None
-        )
+            covered="1", buckets=[], trained=[True], clear=self._says("cleared"), hold=self._says("held"), cover=repr,
+        )  # fmt: skip
         it._exchange = SimpleNamespace(address="", put=self._says("put"))
         it._session = SimpleNamespace(
             mark=lambda *_, **__: None, settings=SimpleNamespace(stall_timeout=1.0), epoch=4, left=frozenset(),
@@ -143,6 +143,7 @@ def test_at_the_launch_a_worker_that_has_the_state_has_joined_once_and_others_un
     taker.it._fetch = fetched
     taker.it.begin()
     assert taker.it._holds
+    assert taker.said[-1] == "held", "the sums of the others' step that were pulled on the way"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,10 @@ def test_a_step_that_begins_with_more_parameters_that_are_trained_asks_for_anoth
     it._column.renew = renewed.append  # type: ignore[method-assign]
     it.step(lambda step, j: striking.plain())
     assert renewed == ["more parameters are trainable from step 1 on"]
+    clear = it._gradients.clear
+    it._gradients.grow = it._gradients.clear = lambda: clear() and False  # type: ignore[method-assign]
+    it.step(lambda step, j: striking.plain())
+    assert renewed[1:] == ["worker 1 has changed sums of this step that it had received"]
 
 
 def test_where_no_state_is_that_of_most_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
