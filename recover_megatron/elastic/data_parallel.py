@@ -316,7 +316,7 @@ class ElasticDataParallel:
         names, lead = self._leading.names, self._latest_state.holders[0]
         if names and lead == self.worker and self.completed == self._latest_state.completed:
             self._do()
-            self._generators.after_lead(self.completed, self._leading.calls)  # a function may have drawn random numbers
+            self._generators.after_lead(self.completed, self._leading.calls)  # they may have drawn random numbers
             self._column.renew(f"worker {self.worker} has called {names} in place of a lost worker")
 
     def _do(self) -> None:

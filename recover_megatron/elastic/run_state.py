@@ -185,7 +185,7 @@ class Exchange:
         self._offer = self._offers.put(str(epoch), Offer(tree, shared=len(flatten(tree)[1])))
 
     def withdraw(self) -> None:
-        """Withdraw the offer before the state changes.  Idempotent."""
+        """Stop offering this worker's state, before it changes.  Idempotent."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None

@@ -257,8 +257,8 @@ class Decision:
     before: Timeline = (0, 0)
     """Newest timeline in the statuses from which this decision was computed."""
     same_as: int = -1
-    """Epoch of the earlier timeline whose states of iteration ``timeline[1]`` remain usable, because ``timeline`` began
-    with these states, without loading any (``HELD``); -1: no earlier state is usable."""
+    """Epoch of the previous timeline if ``timeline`` began with states that workers held already (``HELD``): their
+    states of iteration ``timeline[1]`` remain usable.  -1: no state of an earlier timeline is usable."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Newest checkpoints that any member knows, newest first."""
     copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)

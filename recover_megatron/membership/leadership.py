@@ -294,7 +294,7 @@ class Leadership:
                 raise RunOver(EXIT_LOST_MAJORITY, f"the lease could not be requested within {patience:g} s: {why}")
             if now > self._claimed_at + self._roster.settings.heartbeat_interval and not self._wait_reported:
                 self._wait_reported = True
-                text = f"the run waits at most {patience:g} s for the lease (others may continue elsewhere): {why}"
+                text = f"the run waits at most {patience:g} s for the lease: lost workers may continue the run: {why}"
                 self._out.log("lease", epoch=opened.epoch, granted=None, reason=why)
                 self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
             return False

@@ -93,7 +93,7 @@ def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes
     expected = [0, 0, 0, 0]
     expected[struck], expected[mate] = -9, 1
     assert list(result.ended.codes) == expected, result.told()
-    assert "its device or its context is broken" in result.log(mate)
+    assert "its device or CUDA context is broken" in result.log(mate)
     told = [event for event in result.events if event["event"] == "exception"]
     assert [(event["worker"], event["own"]) for event in told] == [(mate, True)]
     check_steps(result, runs.reference(case))

@@ -322,7 +322,7 @@ def test_the_launcher_of_a_lost_node_that_is_started_once_more_says_how_to_come_
     kill_nodes(started[2])
     again = start(2)
     again.ends(LEFT_OUT)
-    assert again.err.count("waiting 24 s for a message from it") == 1
+    assert again.err.count("waiting 24 s for its next message") == 1
     eventually(lambda: last_members(bench.folder / "logs" / "worker-0.log") == [0, 1], "the others go on")
     kill_nodes(started[0])
     for folder, why in (("own", "on host"), ("logs", "is in use by the other nodes of this run")):

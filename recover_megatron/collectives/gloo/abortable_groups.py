@@ -172,7 +172,7 @@ class GivenUp:
     """
 
     FIRST = 20
-    """Number of calls of ``over`` before the first check, because gloo usually closes connections soon."""
+    """Number of calls of ``over`` that check nothing: by then gloo has usually closed its connections."""
 
     def __init__(self) -> None:
         self._asked = 0

@@ -206,8 +206,8 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Connections recorded for groups during whose creation another thread opened connections, too.  ``end`` shuts
-        them, but ``left`` does not wait until they are closed, since gloo never closes those of the other thread."""
+        """Connections recorded while a group was created and another thread opened connections, too.  ``end`` shuts
+        them down.  ``left`` does not wait for their close: some belong to the other thread, not to gloo."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut down, and that gloo may not have closed yet."""
         self._gloo_done = True

@@ -70,7 +70,7 @@ class Failures:
         need = f"{wanted} are required (--recover-min-replicas)" if wanted > 1 else "one is required"
         what = f"{len(decision.replicas)} complete replicas are left, {need}."
         if decision.state_lost:
-            what = f"Enough workers for a replica live, but {decision.state_lost}."
+            what = f"Enough workers are alive for a replica, but {decision.state_lost}."
         return (
             f"{what} Workers lost: {lost or 'none'}; alive without a place: {len(decision.spares)}. "
             f"Last checkpoint: {decision.checkpoint}"

@@ -271,7 +271,7 @@ class Overlap:
             if not left:
                 self._lose(unit)
             if all(time.monotonic() - unreached.get(worker, math.inf) > UNREACHED_SECONDS for worker in left):
-                # Other workers may reach these live holders, so only this worker's replica must leave the training.
+                # This worker cannot reach the live holders, but other workers may: only its replica must leave.
                 self._recovery.edges.suspect(left)
                 raise PeerLost(
                     f"workers {left}, which hold parameters that this worker needs, are unreachable", unreachable=True

@@ -310,7 +310,7 @@ def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_
         return "ends (11): all coordinators are lost", "--recover-domain @FILE spreads coordinators over domains"
     if not control.lease:
         enough = 2 * left > every if there[0] else 2 * left >= every
-        return ("", "") if enough else ("silent: ends (11)", "a lease: a --log-dir that all nodes see")
+        return ("", "") if enough else ("silent: ends (11)", "a lease needs a --log-dir that all nodes see")
     if 2 * left > every + control.slack:
         return "", ""
     if 2 * loss.workers <= every + control.slack:

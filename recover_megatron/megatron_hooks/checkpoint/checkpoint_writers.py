@@ -178,7 +178,7 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
             self.process = self._get_process(dist.get_rank())
         if not self.process.is_alive():
             raise _died(self.process)
-        # The original waits in join() of the class's queue, so during the call an instance attribute hides that queue.
+        # The original waits in join() of a class attribute, forever if the writer dies: a queue that notices hides it
         self._persistent_preload_q = _Preloading(self._persistent_preload_q, self.process)
         try:
             original(self, async_req)

@@ -293,7 +293,7 @@ class FaultTolerance:
             _end(error.code, f"worker {self._me} exits with {error.code}")
         if in_words:
             _end(1, f"worker {self._me} exits: {error} (RECOVER_TRACEBACK=1 shows the traceback)")
-        whose = "a CUDA error: its device or its context is broken" if broken else "an exception"
+        whose = "a CUDA error: its device or CUDA context is broken" if broken else "an exception"
         _end(1, f"worker {self._me} exits after {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _wait_to_be_ended(self) -> None:

@@ -385,7 +385,7 @@ ADJUSTED = (
             "a worker that joins later would wait for all other workers before its first iteration; instead, "
             "recover-run tests a device before it restarts a worker there"),
     Adjusted("--log-straggler", is_set("log_straggler"), {"log_straggler": False},
-            "workers report to a fixed rank, which may die; use recover-report, which shows each replica's seconds"),
+            "workers report to a fixed rank, which may die; recover-report shows each replica's seconds per step"),
     Adjusted("--log-max-attention-logit", all_of(is_set("log_max_attention_logit"), unless(_finds_attention)),
             {"log_max_attention_logit": False},
             "Megatron itself finds the attention layers only with --bf16 or --fp16 and without --use-megatron-fsdp; "

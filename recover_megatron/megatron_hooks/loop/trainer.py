@@ -2,8 +2,8 @@
 
     compute(ids)   run Megatron's schedule on the microbatches ``ids``, with their random numbers.  The schedule's last
                    call, finalize_model_grads, is postponed: only the call's arguments are saved
-    extras()       return [tokens | routers | trackers | attention's logits | scales | per logged loss: sum, count],
-                   each over all passes of this step
+    extras()       return [token count | router counts | sums of `trackers` | largest attention logits | FP8 scales |
+                   per logged loss: sum, count], each over all passes of this step
     finish(...)    after the commit, call finalize_model_grads once, with the token count of the complete batch
 
 Losses are divided by the launch's number of microbatches, even if this replica runs another number: ``NominalCount``

@@ -247,7 +247,7 @@ class ShardFragments:
         }
 
     def has_remainder(self, fragment: ShardFragment) -> bool:
-        """Return whether stock Megatron would keep only the remainder of ``fragment`` (`precision`)."""
+        """Return whether stock Megatron stores only the 16 bits of fp32 parameters that bf16 lacks (`precision`)."""
         return precision.has_remainders(self._optimizer, fragment.model.dtype)
 
     @property
