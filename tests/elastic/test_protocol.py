@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
 from recover_megatron.elastic.epoch_start import LatestState, Status
@@ -250,6 +251,24 @@ def test_a_step_that_begins_with_more_parameters_that_are_trained_asks_for_anoth
     it._gradients.grow = it._gradients.clear = lambda: clear() and False  # type: ignore[method-assign]
     it.step(lambda step, j: striking.plain())
     assert renewed[1:] == ["worker 1 has changed sums of this step that it had received"]
+
+
+def test_a_worker_that_joins_in_the_middle_of_a_sum_makes_its_first_step_with_what_is_finished_of_it() -> None:
+    """``begin``, which ``run`` calls first, opens the group, which pulls the finished sums, and fetches the state."""
+    striking = Striking()
+    it: Any = stepping(striking, [])
+    it._holds, bucket = False, it._gradients.buckets[0]
+
+    def enter() -> str:
+        bucket.flat.fill_(1)  # the gradients, the loss, and that each microbatch was counted once
+        bucket.ledger.mark(Span(0, bucket.flat.numel()), 3)
+        it._holds = True
+        return "group"
+
+    it._enter, it._finish = enter, lambda microbatch: setattr(it._column, "committed", 1)  # nothing is left to sum
+    it.begin()
+    assert it.step(lambda step, j: striking.plain()).loss == 1
+    assert striking.weight.tolist() == pytest.approx(3 * [0.9])
 
 
 def test_where_no_state_is_that_of_most_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
