@@ -64,7 +64,7 @@ HIDDEN = 512
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration that is measured; a row of the table."""
+    """Configuration that is measured; a row of the table."""
 
     model: str
     workers: int

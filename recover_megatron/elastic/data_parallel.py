@@ -368,7 +368,7 @@ class ElasticDataParallel:
             return None
         if leaving:
             if replace(self._sent, completed=self.completed, holds=self._holds, todo=self._leading.todo) != self._sent:
-                self._column.renew(f"workers {leaving} leave, and worker {self.worker} has changed its status")
+                self._column.renew(f"workers {leaving} leave, and worker {self.worker} reports a newer status")
             else:
                 self._session.wait_revoked()
         return group

@@ -109,7 +109,7 @@ class History:
 
 
 def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
-    """Return worker id -> bounded status, for the members of a plan; empty if the planner's answer has no statuses."""
+    """Return member of a plan -> status, truncated to the size limit; empty if the plan's data has no statuses."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
     if not isinstance(statuses, dict):
         return {}

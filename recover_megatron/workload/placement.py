@@ -152,7 +152,7 @@ def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[
 
 
 def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_node: bool) -> list[Team]:
-    """Return all teams of a group, in the order in which to use them; ``columns``: ready workers by position."""
+    """Return the teams for the positions of ``columns`` (ready workers of each position), in the order of use."""
     by_node: dict[str, list[list[int]]] = defaultdict(lambda: [[] for _ in columns])
     for index, column in enumerate(columns):
         for worker in column:

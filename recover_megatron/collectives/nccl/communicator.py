@@ -207,7 +207,7 @@ class Communicator:
     def quiesce(self) -> None:
         """Ensure that NCCL runs no operation of the finished epoch.  Raises the errors of ``close``.
 
-        If all operations of this member are over and believed, the communicator stays READY; otherwise it is closed.
+        If this member has accepted the results of all its operations, the communicator stays READY; else it is closed.
         """
         if self.state is not State.READY:
             self.close()

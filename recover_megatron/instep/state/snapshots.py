@@ -124,7 +124,7 @@ class SnapshotStore:
     # ---- with the epochs
 
     def join_status(self) -> dict[str, Any]:
-        """Return the snapshot fields of this worker's ``JoinStatus``; no part is added until the next plan."""
+        """Return the snapshot fields of this worker's ``JoinStatus``; until the next plan, add no snapshot part."""
         with self._lock:
             self._over = self._epoch
             if self._job is not None:

@@ -260,7 +260,7 @@ class ShardedCheckpoint:
         optimizer._init_optimizer_states_with_dummy_values()  # creates states, which the load overwrites
 
         def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-            # Created only now, because Megatron has just loaded the groups, for which torch created new state dicts.
+            # Create the states only now: Megatron has just loaded the groups, in which torch created new state dicts.
             for fragment in every:
                 fragment.state = fragments.new_state(fragment)
             return self.wanted(every)
