@@ -358,8 +358,10 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     return parser
 
 
-def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
+def config_from_argv(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> RecoverConfig:
     """Return the values of the ``--recover-*`` flags in a complete command line, without the program's name.
+
+    A flag that the command line leaves out may have its value in ``environ`` (``Option.environment``).
 
     Megatron's parser is not used, because the device must be chosen before Megatron is imported, and ``--yaml-cfg``
     replaces Megatron's arguments by others without these flags.  Raises UserError if a value of these flags cannot be
@@ -374,7 +376,7 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
     values = {flag.field: getattr(args, flag.dest) for flag in FLAGS}
     for flag in FLAGS:
         if flag.option.environment:
-            values[flag.field] = values[flag.field] or os.environ.get(flag.option.environment) or None
+            values[flag.field] = values[flag.field] or environ.get(flag.option.environment) or None
     config = RecoverConfig(**values)
     return config if config.log_dir is None else replace(config, log_dir=Path(config.log_dir))
 
@@ -398,32 +400,3 @@ def problems(config: RecoverConfig) -> list[str]:
             f"below --recover-hang-timeout {hang:g}"
         )
     return found
-
-
-def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
-    """Return the values of the ``--recover-*`` flags, for the launcher.
-
-    If a value cannot be parsed, returns the defaults, because the training script will refuse the value.
-    """
-    try:
-        return config_from_argv(argv)
-    except UserError:
-        return RecoverConfig()
-
-
-def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """Return the values of the ``--recover-*`` flags, for a coordinator.
-
-    If a value is invalid, or values contradict each other, returns the defaults.
-    """
-    config = config_or_defaults(argv)
-    return RecoverConfig() if problems(replace(config, coordinator=None)) else config
-
-
-def spares_from_argv(argv: Sequence[str]) -> int:
-    """Return the value of ``--recover-spares``; 0 without ``--recover``.
-
-    Returns 0 if a value cannot be parsed or is negative, because the training script will refuse the value.
-    """
-    config = config_or_defaults(argv)
-    return max(0, config.spares) if config.enabled else 0

@@ -30,7 +30,7 @@ import results_page  # noqa: E402
 from recover_megatron import __version__, arguments, variables  # noqa: E402
 from recover_megatron.hostdevice import flags, megatron_fixes, replacements  # noqa: E402
 from recover_megatron.integrate import INTERFACE, ROLES  # noqa: E402
-from recover_megatron.launch.command_line import arguments as launch_arguments  # noqa: E402
+from recover_megatron.launch.command_line import spec as launch_spec  # noqa: E402
 from recover_megatron.megatron_hooks.entry import refused  # noqa: E402
 from recover_megatron.megatron_hooks.fsdp import fsdp_refused  # noqa: E402
 from recover_megatron.options import Flag  # noqa: E402
@@ -79,7 +79,7 @@ def command_line() -> str:
         "Pass these flags after the name of the training script, together with `--recover`.",
         flag_table(arguments.FLAGS),
         "## recover-run",
-        flag_table(launch_arguments.FLAGS),
+        flag_table(launch_spec.FLAGS),
     ]
     for command, module in COMMANDS.items():
         if command != "recover-run":

@@ -16,11 +16,10 @@ from recover_megatron.arguments import (
     config_from_argv,
     parse_addresses,
     problems,
-    spares_from_argv,
-    times_from_argv,
 )
 from recover_megatron.collectives import torch_nccl
 from recover_megatron.errors import UserError
+from recover_megatron.launch.command_line.script import Script
 from recover_megatron.membership import Settings
 from recover_megatron.script_flags import MOST_NAMED, codes, differences, digest, flags_of, listed
 from recover_megatron.variables import TABLE, Rule
@@ -136,20 +135,20 @@ def test_addresses_keep_their_order() -> None:
 
 
 def test_the_launcher_takes_the_scripts_times_and_leaves_refusing_to_the_script() -> None:
-    assert times_from_argv(["--recover-heartbeat-interval", "0.5"]).heartbeat_interval == 0.5
+    assert Script.read("", ["--recover-heartbeat-interval", "0.5"]).times.heartbeat_interval == 0.5
     for bad in (["--recover-heartbeat-interval", "9"], ["--recover-heartbeat-interval", "x"]):
-        assert times_from_argv([*bad, "--recover-hang-timeout", "90"]) == RecoverConfig()
+        assert Script.read("", [*bad, "--recover-hang-timeout", "90"]).times == RecoverConfig()
 
 
 def test_spares_are_started_only_for_a_run_that_can_use_them() -> None:
-    assert spares_from_argv(["--recover", "--recover-spares", "2"]) == 2
+    assert Script.read("", ["--recover", "--recover-spares", "2"]).spares == 2
     for none in (["--recover-spares", "2"], ["--recover", "--recover-spares", "-2"], ["--recover-spares", "x"]):
-        assert spares_from_argv(none) == 0
+        assert Script.read("", none).spares == 0
 
 
 def test_an_address_that_the_launcher_replaces_does_not_cost_the_scripts_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COORDINATOR_VARIABLE, "nonsense")
-    assert times_from_argv(["--recover-hang-timeout", "90"]).hang_timeout == 90.0
+    assert Script.read("", ["--recover-hang-timeout", "90"]).times.hang_timeout == 90.0
 
 
 def test_the_help_names_every_flag_and_its_default() -> None:

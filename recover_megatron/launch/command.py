@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from recover_megatron import variables
-from recover_megatron.arguments import config_or_defaults, listed_domains, own_domains, spares_from_argv
+from recover_megatron.arguments import listed_domains
 from recover_megatron.errors import UserError
 from recover_megatron.launch import slurm
 from recover_megatron.launch.command_line import arguments, preflight, readers
-from recover_megatron.launch.command_line.forecast import LOSSES, Forecast, given_flags, of_launch
-from recover_megatron.launch.command_line.plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
+from recover_megatron.launch.command_line.forecast import LOSSES, Forecast, of_launch
+from recover_megatron.launch.command_line.spec import DEFAULT_ADDR, HostLimits, LaunchSpec
 from recover_megatron.launch.conclusion import save_folder
-from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.messages import CHECKED, SHARE_A_SECRET, continues_without, count
 from recover_megatron.launch.nodes import peers, store
-from recover_megatron.launch.nodes.control_plane import has_secret, own_address
+from recover_megatron.launch.nodes.addresses import loopback
 from recover_megatron.launch.nodes.leasing import AUTO, OFF, lease_path
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.launch.workers.log_folder import NOBODY, Claim, FolderLock
@@ -34,10 +33,7 @@ from recover_megatron.launch.workers.processes import AGAIN_SECONDS
 from recover_megatron.launch.workers.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.records import SecretError
-from recover_megatron.membership.wire import find_secret
 from recover_megatron.network.system import use_all_descriptors
-from recover_megatron.variables import HOST_VARIABLE
-from recover_megatron.workload.domains import names
 
 log = get_logger(__name__)
 
@@ -65,300 +61,236 @@ def _open_standard_streams() -> None:
 def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
     """Run the command line ``argv``.  Return the exit code, or START_AGAIN; ``--help`` raises SystemExit.
 
-    ``attempt``: number of earlier attempts to start this launch; ``without``: see ``LaunchPlan``.
+    ``attempt``: number of earlier attempts to start this launch; ``without``: see ``LaunchSpec``.
     """
-    options, reserved = None, None
+    spec, reserved, started = None, None, (attempt, tuple(without))
     try:
-        options, reserved = _prepare(argv)
-        if options.check:
-            here = f"{count(options.nproc_per_node)} on this node"
-            everywhere = f", {options.nnodes * options.nproc_per_node} overall" if options.nnodes > 1 else ""
+        spec, reserved = _prepare(argv)
+        if spec.check:
+            here = f"{count(spec.nproc_per_node)} on this node"
+            everywhere = f", {spec.nnodes * spec.nproc_per_node} overall" if spec.nnodes > 1 else ""
             log.info(f"{CHECKED}. Without --check, this command would start {here}{everywhere}")
-            if options.script and (own_limits := _limits(options)):
+            if spec.script.target and (own_limits := preflight.limits(spec)):
                 log.info(f"needs of the launch on this host, as measured on CPUs: {own_limits.counted}")
-            if found := _forecast(options):
+            if found := _forecast(spec):
                 log.info(f"{LOSSES}:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
-        plan = replace(_plan(options, reserved, attempt), without=tuple(without))
-        others, lock = _lock_folders(plan)
+        spec = _started(spec, reserved, *started)
+        others, lock = _lock_folders(spec)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:
             log.info(error.reasons[0])
         else:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             log.info(f"no worker was started, for these reasons:{lines}")
-        if understood_options := options or error.options:
-            _tell_others(understood_options, reserved or error.reserved, attempt, error.reasons)
+        if understood := spec or error.spec:
+            _tell_others(_started(understood, reserved or error.reserved, *started), reserved or error.reserved, error)
         return error.code
-    if options.taken:
-        log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
-    if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
+    if spec.taken:
+        log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in spec.taken.items()))
+    if not spec.slurm and spec.nnodes == 1 and (hint := slurm.left_alone(spec.environ)):
         log.info(hint)
-    if plan.fault_tolerant:
+    if spec.fault_tolerant:
         use_all_descriptors()  # the store holds a connection to each worker of the run
-    if lock and plan.joins:
-        plan = replace(plan, run_id=lock.run_id)
-    return Supervisor(plan, reserved, os.environ, lock, others).run()
+    if lock and spec.join:
+        spec = replace(spec, run_id=lock.run_id)
+    return Supervisor(spec, reserved, lock, others).run()
 
 
-def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
+def _prepare(argv: Sequence[str]) -> tuple[LaunchSpec, socket.socket | None]:
     """Check the command line, the script and this host.  Raises UsageError if a check fails.
 
-    Return the options and, on node 0, the listening socket of the store.
+    Return the launch and, on node 0, the listening socket of the store.
     """
-    options, reasons = arguments.parse(argv)
+    spec, reasons = arguments.parse(argv)
     understood = not reasons
-    use_lines(options.log_format, f"{socket.gethostname()}-{options.node_rank}")
-    if options.script and not options.module and (found := readers.installed_module(options.script)):
-        log.info(f"{options.script} is not in this folder: using the installed {found[1]}")
-        options.script, options.module = found[0], True
-    reasons += arguments.check_files(options)
+    use_lines(spec.log_format, f"{spec.host}-{spec.node_rank}")
+    script = spec.script
+    if script.target and not spec.module and (found := readers.installed_module(script.target)):
+        log.info(f"{script.target} is not in this folder: using the installed {found[1]}")
+        spec = replace(spec, script=replace(script, target=found[0]), module=True)
+    reasons += arguments.check_files(spec)
     lacking, notes = preflight.host()
     reasons += lacking
-    if options.fault_tolerant:
-        reasons += variables.refusals(os.environ)
-    if options.nnodes == 1 and options.master_addr == arguments.DEFAULT_ADDR:
-        options.master_addr = loopback()
-    if options.script and not options.join:
-        world = options.nnodes * options.nproc_per_node
-        reasons += preflight.check(options.script, options.script_args, world)
-    if "--recover" in options.script_args:
-        reasons += _check_domains(options)
-    if options.script and (own_limits := _limits(options)):
-        notes += own_limits.notes
-        if not _elsewhere(options):
-            reasons += own_limits.reasons
-    if options.script:
-        reasons += _check_folders(options)
-        if not options.check:
-            reasons += preflight.devices(options.script, options.script_args, _here(options), os.environ)
+    if spec.fault_tolerant:
+        reasons += variables.refusals(spec.environ)
+    if spec.nnodes == 1 and spec.master_addr == DEFAULT_ADDR:
+        spec = replace(spec, master_addr=loopback())
+    several = spec.nnodes > 1 or spec.join
+    outside = spec.check and several  # a login node, on which --check may run, lacks addresses and secrets
+    if spec.script.target:
+        spec = replace(spec, limits=HostLimits.read())
+        reasons += [] if spec.join else preflight.check(spec)
+        reasons += _check_domains(spec) if "--recover" in spec.script.args else []
+        if own_limits := preflight.limits(spec):
+            notes += own_limits.notes
+            reasons += [] if outside else own_limits.reasons
+        reasons += _check_folders(spec)
+        reasons += [] if spec.check else preflight.devices(spec)
     reserved: socket.socket | None = None
     reason: str | None = None
-    several = options.nnodes > 1 or options.join
-    outside = _elsewhere(options)  # a login node, on which --check may run, lacks addresses and secrets
     if several and not outside:
-        reasons += _check_secret(options)
-        reason = None if reasons else _await_others(options, options.rendezvous_timeout)
-    if reason is None and not (outside or options.join or 0 < options.node_rank < options.nnodes):
-        reserved, reason = store.open_listener(options.master_addr, options.master_port, options.nnodes)
+        reasons += _check_secret(spec)
+        reason = None if reasons else _await_others(spec, spec.rendezvous_timeout)
+    if reason is None and not (outside or spec.join or 0 < spec.node_rank < spec.nnodes):
+        reserved, reason = store.open_listener(spec.master_addr, spec.master_port, spec.nnodes)
     if reason:
         reasons.append(reason)
     if reasons:
-        if reserved and (options.nnodes == 1 or not understood):
+        if reserved and (spec.nnodes == 1 or not understood):
             reserved.close()
             reserved = None
-        raise arguments.UsageError(reasons, options if understood else None, reserved)
+        raise arguments.UsageError(reasons, spec if understood else None, reserved)
     for note in notes:
         log.info(note)
-    return options, reserved
+    return spec, reserved
 
 
-def _elsewhere(options: arguments.Options) -> bool:
-    """Return whether the command only checks (``--check``) a launch that also needs other hosts."""
-    return options.check and (options.nnodes > 1 or options.join)
+def _started(
+    spec: LaunchSpec, reserved: socket.socket | None, attempt: int = 0, without: tuple[int, ...] = ()
+) -> LaunchSpec:
+    """Return the launch with an id, and with what is known since its checks; ``reserved``: socket of node 0's store."""
+    launch_id = secrets.token_hex(8)
+    return replace(
+        spec,
+        master_port=reserved.getsockname()[1] if reserved else spec.master_port,
+        launch_id=launch_id,
+        run_id=launch_id,
+        rendezvous_timeout=min(spec.rendezvous_timeout, AGAIN_SECONDS) if attempt else spec.rendezvous_timeout,
+        attempt=attempt,
+        without=without,
+    )
 
 
-def _here(options: arguments.Options) -> int:
-    """Return the number of workers of this node, including spares."""
-    last = options.node_rank == options.nnodes - 1 and not options.join
-    return options.nproc_per_node + (spares_from_argv(options.script_args) if last else 0)
-
-
-def _limits(options: arguments.Options) -> preflight.Limits | None:
-    """Compare this host's limits (open files, processes) with its workers' needs; return None if these are unknown."""
-    world = options.world_size if options.join else options.nnodes * options.nproc_per_node
-    return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
-
-
-def _await_others(options: arguments.Options, seconds: float) -> str | None:
+def _await_others(spec: LaunchSpec, seconds: float) -> str | None:
     """Wait at most ``seconds`` until the needed hosts' names can be resolved; return the reason if they cannot."""
-    if not options.join:
-        return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
-    if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
+    if not spec.join:
+        return store.await_names("--master-addr", [spec.master_addr], seconds, log.info)
+    if reason := store.await_names("--master-addr", [spec.master_addr], 0.0, log.info):
         # Node 0 may be lost while the run continues, so an unknown name of node 0 is only logged.
         log.info(f"{reason.partition(': give')[0]}: the store of node 0 cannot be used here")
-    return store.await_names("--recover-coordinator", [host for host, _ in options.coordinators], seconds, log.info)
+    return store.await_names("--recover-coordinator", [host for host, _ in spec.coordinators], seconds, log.info)
 
 
-def _tell_others(
-    options: arguments.Options, reserved: socket.socket | None, attempt: int, reasons: Sequence[str]
-) -> None:
+def _tell_others(spec: LaunchSpec, reserved: socket.socket | None, error: arguments.UsageError) -> None:
     """Notify the other launchers that this node has refused a command line that they may have accepted."""
-    if options.check or options.join or options.nnodes == 1 or (options.node_rank == 0 and reserved is None):
+    if spec.check or spec.join or spec.nnodes == 1 or (spec.node_rank == 0 and reserved is None):
         return
     with contextlib.suppress(SecretError):
-        secret = find_secret(os.environ) if has_secret(os.environ) else None
-        peers.tell_refusal(_plan(options, reserved, attempt), secret, reserved, "; ".join(reasons))
+        peers.tell_refusal(spec, spec.secret(), reserved, "; ".join(error.reasons))
 
 
-def _check_folders(options: arguments.Options) -> list[str]:
+def _check_folders(spec: LaunchSpec) -> list[str]:
     """Return the reasons why folders that the command line names cannot be used.
 
     Node 0 must be able to write into the folder of --save; with --recover or --elastic, every node must.  With --check,
     folders that another run uses are reported, too.
     """
-    folders = _named_folders(saves_checkpoints(str(options.script), options.script_args), options.script_args)
+    folders = _named_folders(spec)
     reasons: list[str | None] = []
-    known = is_known(str(options.script), options.script_args)
-    first, tried = options.node_rank == 0 and not options.join, not options.check
-    writes = known and (first or options.fault_tolerant)
+    first, tried = spec.node_rank == 0 and not spec.join, not spec.check
+    writes = spec.script.is_known and (first or spec.fault_tolerant)
     if writes and (folder := folders.get("--save")) and (why := readers.why_not_written(folder, tried=tried)):
         where = f"({why}) on host {socket.gethostname()}"
         reasons.append(f"--save {folder} cannot be written {where}: no checkpoint could be saved there")
-    if options.check:
-        for option, place in {"--log-dir": options.log_dir, **folders}.items():
+    if spec.check:
+        for option, place in {"--log-dir": spec.log_dir, **folders}.items():
             lock = FolderLock(place, NOBODY, lambda text: None, option, needed=False) if place else None
             reasons += [lock.look()] if lock else []
     return [reason for reason in reasons if reason]
 
 
-def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
-    """Return, by flag, the folders of the script's arguments into which only one run at a time may write.
-
-    ``saves``: True if the script's --save is Megatron's flag for the folder of checkpoints.
-    """
-    save = save_folder(script_args) if saves else None
+def _named_folders(spec: LaunchSpec) -> dict[str, Path]:
+    """Return, by flag, the folders of the script's arguments into which only one run at a time may write."""
+    save = save_folder(spec.script.args) if spec.script.saves_checkpoints else None
     found = {"--save": save} if save and "://" not in save else {}
     flag = "--recover-log-dir"
-    if "--recover" in script_args and (logs := given_flags(script_args, [flag]).get(flag)):
+    if "--recover" in spec.script.args and (logs := spec.script.given.get(flag)):
         found[flag] = logs[0]
     return {name: Path(folder) for name, folder in found.items()}
 
 
-def _forecast(options: arguments.Options) -> Forecast | None:
+def _forecast(spec: LaunchSpec) -> Forecast | None:
     """Return the forecast for ``--check``, with the lease and the witness that the options request."""
-    plan = _plan(options, None, 0)
-    witness = options.witness not in (AUTO, OFF) or (options.witness == AUTO and options.slurm)
-    return of_launch(plan, plan.domains, lease_path(plan, plan.run_id) is not None, witness)
+    witness = spec.witness not in (AUTO, OFF) or (spec.witness == AUTO and spec.slurm)
+    return of_launch(spec, spec.domains, lease_path(spec, spec.run_id) is not None, witness)
 
 
-def _check_domains(options: arguments.Options) -> list[str]:
+def _check_domains(spec: LaunchSpec) -> list[str]:
     """Return the mistakes in the file of ``--recover-domain @FILE``: missing nodes, no entry for this host."""
-    text, reasons = config_or_defaults(options.script_args).domain, list[str]()
+    text, reasons = spec.script.recover.domain, list[str]()
     with contextlib.suppress(ValueError):  # the check of all flags reports the error
-        if 0 < (hosts := len(listed_domains(text))) < options.nnodes:
-            reasons.append(f"--recover-domain {text}: the file has {hosts} of {options.nnodes} nodes: add the others")
+        if 0 < (hosts := len(listed_domains(text))) < spec.nnodes:
+            reasons.append(f"--recover-domain {text}: the file has {hosts} of {spec.nnodes} nodes: add the others")
         try:
-            _ = options.check or own_domains(text)
+            _ = spec.check or spec.own_domains
         except UserError as error:
             reasons.append(str(error))
     return reasons
 
 
-def _domains(options: arguments.Options) -> Domains:
-    """Return the domains of each node that ``--recover-domain @FILE`` lists; empty without such a file.
-
-    The nodes are in SLURM's order if the file lists all of SLURM's nodes, else in the file's order.
-    """
-    try:
-        listed = listed_domains(config_or_defaults(options.script_args).domain)
-    except ValueError:
-        return ()  # an earlier check has refused this value
-    hosts = slurm.nodes_of(os.environ) if options.slurm else []
-    hosts = hosts if hosts and all(host in listed for host in hosts) else [*listed]
-    return tuple(names("", listed[host], {}) for host in hosts)
-
-
-def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None]:
+def _lock_folders(spec: LaunchSpec) -> tuple[list[FolderLock], FolderLock | None]:
     """Return the locks of the script's folders, and the lock of the log folder (None: there is no log folder).
 
     Node 0 takes the locks.  Other nodes and joining launchers only check them: they do not know the run's id yet.
     Raises UsageError if another run uses a folder.
     """
-    started, address = time.time(), (plan.master_addr, plan.master_port)
-    own_claim = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
-    lock = FolderLock(plan.log_dir, own_claim, log.info) if plan.log_dir else None
-    folders = {plan.log_dir.resolve()} if plan.log_dir else set()
+    started, address = time.time(), (spec.master_addr, spec.master_port)
+    own_claim = Claim(os.getpid(), spec.host, started, spec.run_id, spec.nnodes, *address, spec.world_size)
+    lock = FolderLock(spec.log_dir, own_claim, log.info) if spec.log_dir else None
+    folders = {spec.log_dir.resolve()} if spec.log_dir else set()
     others: list[FolderLock] = []
-    for option, folder in _named_folders(plan.saves, plan.script_args).items():
+    for option, folder in _named_folders(spec).items():
         if folder.resolve() in folders:
             continue
         folders.add(folder.resolve())
         with contextlib.suppress(OSError):  # the lock reports the error
             folder.mkdir(parents=True, exist_ok=True)
         other = FolderLock(folder.resolve(), own_claim, log.info, option, needed=False)
-        if not (reason := _hold(other, plan)):
+        if not (reason := _hold(other, spec)):
             others.append(other)
-        elif not plan.joins:  # --join is not refused: the lock may be of the same run, under another address
-            _refuse(others, other, plan, reason)
-    if lock and (reason := _hold(lock, plan)):
-        _refuse(others, lock, plan, reason)
+        elif not spec.join:  # --join is not refused: the lock may be of the same run, under another address
+            _refuse(others, other, spec, reason)
+    if lock and (reason := _hold(lock, spec)):
+        _refuse(others, lock, spec, reason)
     return others, lock
 
 
-def _refuse(held: Sequence[FolderLock], taken: FolderLock, plan: LaunchPlan, reason: str) -> NoReturn:
+def _refuse(held: Sequence[FolderLock], taken: FolderLock, spec: LaunchSpec, reason: str) -> NoReturn:
     for lock in held:
         lock.end(REFUSED, reason)
-    raise _in_use(taken, plan, reason)
+    raise _in_use(taken, spec, reason)
 
 
-def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
+def _hold(lock: FolderLock, spec: LaunchSpec) -> str | None:
     """Take the lock (node 0), check it (other nodes) or join the run that holds it (--join).
 
     Return None, or the reason why the folder cannot be used.
     """
-    if plan.joins:
-        return lock.join(plan.run_id)
-    return lock.check() if plan.node_rank > 0 else lock.take()
+    if spec.join:
+        return lock.join(spec.run_id)
+    return lock.check() if spec.node_rank > 0 else lock.take()
 
 
-def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> arguments.UsageError:
+def _in_use(lock: FolderLock, spec: LaunchSpec, reason: str) -> arguments.UsageError:
     if not lock.continued:
         return arguments.UsageError([reason])
-    coordinators = f"$(recover-status {shlex.quote(str(plan.log_dir))} --coordinators)" if plan.log_dir else ""
-    return arguments.UsageError([continues_without(plan, reason, coordinators)], code=LEFT_OUT)
+    coordinators = f"$(recover-status {shlex.quote(str(spec.log_dir))} --coordinators)" if spec.log_dir else ""
+    return arguments.UsageError([continues_without(spec, reason, coordinators)], code=LEFT_OUT)
 
 
-def _check_secret(options: arguments.Options) -> list[str]:
+def _check_secret(spec: LaunchSpec) -> list[str]:
     """Return the reason if the user's secret is not valid, or is missing although the run needs one.
 
     Only the user can give several nodes a common secret: their launchers cannot generate one.
     """
-    if not has_secret(os.environ):
+    if not spec.has_secret:
         missing = f"a run on several nodes needs a shared secret: {SHARE_A_SECRET}"
-        if options.join:
+        if spec.join:
             missing = f"--join needs the secret of the run: {SHARE_A_SECRET}"
-        return [missing] if options.fault_tolerant else []
+        return [missing] if spec.fault_tolerant else []
     try:
-        find_secret(os.environ)
+        spec.secret()
     except SecretError as error:
         return [str(error)]
     return []
-
-
-def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: int) -> LaunchPlan:
-    patience = min(options.rendezvous_timeout, AGAIN_SECONDS) if attempt else options.rendezvous_timeout
-    launch_id = secrets.token_hex(8)
-    device_test = command_of(options.device_test_command, config_or_defaults(options.script_args).device)
-    return LaunchPlan(
-        nproc_per_node=options.nproc_per_node,
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        master_addr=options.master_addr,
-        master_port=reserved.getsockname()[1] if reserved else options.master_port,
-        launch_id=launch_id,
-        run_id=launch_id,
-        host=socket.gethostname(),
-        command=options.command(),
-        fault_tolerant=options.fault_tolerant,
-        elastic=options.elastic,
-        script_args=tuple(options.script_args),
-        control_plane=options.nnodes == 1 or has_secret(os.environ),
-        max_restarts=options.max_restarts,
-        device_test=device_test if options.max_restarts else (),
-        device_test_timeout=options.device_test_timeout,
-        # SLURM's batch script and the store run on node 0.  Its loss should not also cost the leading coordinator.
-        first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
-        lease=options.lease,
-        witness=options.witness,
-        domains=_domains(options),
-        spares=0 if options.join else spares_from_argv(options.script_args),
-        joins=options.coordinators,
-        joined_world_size=options.world_size,
-        node_address=own_address(os.environ.get(HOST_VARIABLE, "")) or None,
-        log_dir=options.log_dir,
-        rendezvous_timeout=patience,
-        attempt=attempt,
-        grace_seconds=options.grace_seconds,
-        log_format=options.log_format,
-    )

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.plan import LaunchPlan
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.peers import Peers
 from recover_megatron.launch.workers.loop import EventLoop
@@ -56,8 +56,8 @@ class StartUp:
 
     If no worker shows an error of the training script (``start_exit_code``), and the launch has ``--max-restarts`` or
     spares, all launchers repeat the start (processes.py) instead of ending.  After such an error the start is not
-    repeated, because the error would recur.  ``LaunchPlan.starts`` is the largest number of starts.  If spares can
-    replace the workers of a lost node (``LaunchPlan.spared``), node 0 makes the next start leave that node out.
+    repeated, because the error would recur.  ``LaunchSpec.starts`` is the largest number of starts.  If spares can
+    replace the workers of a lost node (``LaunchSpec.spared``), node 0 makes the next start leave that node out.
 
     Until the coordinator has made the first plan, the workers wait for each other in torch's store and in barriers of
     gloo and NCCL, where they would wait minutes for a dead worker.  So the first process that notices a loss ends the
@@ -67,7 +67,7 @@ class StartUp:
     """
 
     _loop: EventLoop
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     _table: WorkerTable
     _control: ControlPlane
     _say: Callable[[str], None]
@@ -217,7 +217,7 @@ class Conclusion:
     The iteration of the last checkpoint is read from the disk, because no process may be left that could report it.
     """
 
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     _table: WorkerTable
     _control: ControlPlane
     _peers: Peers
@@ -265,7 +265,7 @@ class Conclusion:
             # A refused newcomer has also left the run normally, but its exit code is no error of the run.
             if outcome.worker_id in left and (outcome.worker_id < plan.world_size or outcome.exit_code != REFUSED)
         ]
-        return exit_code_after(outcomes, only_node=plan.nnodes == 1 and not plan.joins)
+        return exit_code_after(outcomes, only_node=plan.nnodes == 1 and not plan.coordinators)
 
     def why(self, code: int, verdict: int | None) -> str:
         """Return one line with the reason why a launch that was not stopped has ended; ``code``: its exit code."""
@@ -281,5 +281,5 @@ class Conclusion:
             self._say("the training was finished, but the script failed afterwards: see the logs of the workers")
         if verdict is not None and code == verdict != 0:
             self._say(f"the run was ended: {self._control.reason}")
-        if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):
+        if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script.args)):
             self._say(f"last checkpoint: {last}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recover_megatron.launch.command_line.plan import LaunchPlan, join_addresses
+from recover_megatron.launch.command_line.spec import LaunchSpec
+from recover_megatron.launch.nodes.addresses import join_addresses
 from recover_megatron.launch.workers.dying import WRITES_CORE, Ending
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState, signal_name
 from recover_megatron.membership.records import ranges
@@ -19,10 +20,10 @@ SHARE_A_SECRET = (
 NO_CONTROL_PLANE = f"this run has no coordinator, because its nodes share no secret; to get one, {SHARE_A_SECRET}"
 
 
-def opening(plan: LaunchPlan) -> str:
-    if plan.joins:
+def opening(plan: LaunchSpec) -> str:
+    if plan.coordinators:
         return (
-            f"joining the run of {join_addresses(plan.joins)} with "
+            f"joining the run of {join_addresses(plan.coordinators)} with "
             f"{count(plan.nproc_per_node)} on {plan.host}, log dir {plan.log_dir or 'none (--log-dir)'}"
         )
     node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
@@ -100,7 +101,7 @@ def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) ->
     return f"{_name_of(worker)} {_outcome(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
 
 
-def spared(plan: LaunchPlan, without: Sequence[int]) -> str:
+def spared(plan: LaunchSpec, without: Sequence[int]) -> str:
     """Return the last part of a log line: the nodes that a start leaves out, and the worker ids that spares get."""
     places = ranges(sorted(node * plan.nproc_per_node + n for node in without for n in range(plan.nproc_per_node)))
     return f" without node {', '.join(map(str, without))}, spares of node {plan.nnodes - 1} as workers {places}"
@@ -186,11 +187,11 @@ def not_joined(worker: WorkerProcess, waited: float) -> str:
     )
 
 
-def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
+def how_to_join(plan: LaunchSpec, coordinators: str) -> str:
     return f"more workers may join from other hosts: {_join_command(plan, coordinators)}"
 
 
-def continues_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
+def continues_without(plan: LaunchSpec, why: str, coordinators: str) -> str:
     """Return the log line of a launcher that exits while the run continues without its node.
 
     ``coordinators``: addresses of the run's coordinators; empty if they are not known.
@@ -202,17 +203,17 @@ def continues_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
     return f"{text}; {back}: {_join_command(plan, coordinators)}"
 
 
-def _join_command(plan: LaunchPlan, coordinators: str) -> str:
+def _join_command(plan: LaunchSpec, coordinators: str) -> str:
     return (
         f"recover-run --join --recover-coordinator {coordinators} --world-size {plan.world_size} "
         f"--master-addr {plan.master_addr} --master-port {plan.master_port}"
     )
 
 
-def no_coordinator_yet(plan: LaunchPlan) -> str:
+def no_coordinator_yet(plan: LaunchSpec) -> str:
     return (
-        f"no process listens at {join_addresses(plan.joins)}, and no run is known to have begun there: waiting at most "
-        f"{plan.rendezvous_timeout:g} s (--rendezvous-timeout) for the run's first coordinator"
+        f"no process listens at {join_addresses(plan.coordinators)}, and no run is known to have begun there: waiting "
+        f"at most {plan.rendezvous_timeout:g} s (--rendezvous-timeout) for the run's first coordinator"
     )
 
 

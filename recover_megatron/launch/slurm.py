@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from recover_megatron.launch.command_line.plan import CANDIDATES, join_addresses
+from recover_megatron.launch.nodes.addresses import CANDIDATES, join_addresses
 
 JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")

@@ -12,16 +12,18 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.conclusion import START_GRACE_SECONDS, Conclusion, StartUp
-from recover_megatron.launch.nodes.control_plane import ControlPlane, has_secret
+from recover_megatron.launch.nodes.addresses import Candidates
+from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.hosted import ExporterProcess
 from recover_megatron.launch.nodes.peers import Peers
 from recover_megatron.launch.workers import successors
 from recover_megatron.launch.workers.dying import Ending
+from recover_megatron.launch.workers.environment import WorkerEnvironment, sets_omp_threads
 from recover_megatron.launch.workers.log_folder import FolderLock, LogFolder
 from recover_megatron.launch.workers.loop import EventLoop, LaunchSignals
 from recover_megatron.launch.workers.output import Console, flush
@@ -38,7 +40,6 @@ from recover_megatron.launch.workers.states import (
 from recover_megatron.launch.workers.successors import LateNewcomers, Successors
 from recover_megatron.launch.workers.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.records import SecretError
-from recover_megatron.membership.wire import find_secret
 from recover_megatron.network.death_notice import FATAL
 from recover_megatron.variables import COORDINATOR_VARIABLE, FIRST_START_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
@@ -53,20 +54,17 @@ class Supervisor:
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: LaunchSpec,
         listener: socket.socket | None,
-        inherited: Mapping[str, str],
         lock: FolderLock | None = None,
         other_locks: Sequence[FolderLock] = (),
     ) -> None:
         """Create all parts of the launch and start the reaper; no worker is started yet.
 
-        ``listener``: the store's socket, on node 0; ``inherited``: the launcher's environment; ``lock``: lock of the
-        log folder; ``other_locks``: locks of the script's folders.  A node other than 0 takes the locks after
-        it has received the run's id from node 0.
+        ``listener``: the store's socket, on node 0; ``lock``: lock of the log folder; ``other_locks``: locks of the
+        script's folders.  A node other than 0 takes the locks after it has received the run's id from node 0.
         """
         self._plan = plan
-        self._inherited = inherited
         self._state = LaunchState.STARTING
         self._code: int | None = None
         """Exit code if the launch was stopped (START_AGAIN before a new start); None if it was not stopped."""
@@ -85,18 +83,18 @@ class Supervisor:
         self._subreaper = Subreaper()
         self._reaper = Reaper(self._loop, plan.launch_id, say)
         self._folder = LogFolder(plan.log_dir, lock, self._loop, say, other_locks)
-        self._environment = WorkerEnvironment(plan, inherited, say)
+        self._environment = WorkerEnvironment(plan, say)
         self._table = WorkerTable(
             plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited, self.worker_dying
         )
         self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
-        self._control = ControlPlane(plan, inherited, self._loop, say, self)
-        self._exporter = ExporterProcess(plan, inherited, self._loop, say)
+        self._control = ControlPlane(plan, self._loop, say, self)
+        self._exporter = ExporterProcess(plan, self._loop, say)
         self._late = LateNewcomers(plan, self._loop, self._table, self._control, say)
         self._start_up = StartUp(
             self._loop, plan, self._table, self._control, say, self.continue_without, self.fail_launch
         )
-        secret = find_secret(inherited) if plan.nnodes > 1 and has_secret(inherited) else None
+        secret = plan.secret() if plan.nnodes > 1 else None
         self._peers = Peers(self._loop, plan, secret, listener, self._start_up.launcher_lost, say, self)
         self._shutdown = Shutdown(self._loop, self._table, say, self._give_up)
         self._conclusion = Conclusion(plan, self._table, self._control, self._peers, self._start_up, say)
@@ -104,7 +102,7 @@ class Supervisor:
     def run(self) -> int:
         """Supervise the workers until the launch has ended; return the exit code of recover-run."""
         self._console.say(messages.opening(self._plan))
-        if sets_omp_threads(self._plan, self._inherited):
+        if sets_omp_threads(self._plan):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself for another value")
         if not self._plan.control_plane:
             self._console.say(messages.NO_CONTROL_PLANE)
@@ -163,16 +161,16 @@ class Supervisor:
         self._environment.add(variables)
         if SECRET_VARIABLE in variables:
             self._folder.keep_secret(variables[SECRET_VARIABLE])
-        elif not self._plan.joins and SECRET_FILE_VARIABLE not in self._inherited:
+        elif not self._plan.coordinators and SECRET_FILE_VARIABLE not in self._plan.environ:
             self._folder.forget_secret()
         if self._plan.has_newcomers:
             self._control.when_decided(self._run_over)
             self._control.when_decided(self._successors.run_over)
         if self._plan.needs_all:
             self._control.when_decided(self._start_up.run_over)
-        if self._plan.joins:
+        if self._plan.coordinators:
             self._control.when_led(self._plan.rendezvous_timeout, self._join_run)
-        elif self._plan.fault_tolerant and has_secret(self._inherited):
+        elif self._plan.fault_tolerant and self._plan.has_secret:
             self._console.say(messages.how_to_join(self._plan, variables[COORDINATOR_VARIABLE]))
         self.start_workers_if_ready()
 
@@ -271,7 +269,7 @@ class Supervisor:
                 other.live and other.worker_id in self._control.agent.condemned for other in self._table.all
             )
             ending = stopping or self._control.agent.out is not None
-            tests, going_on = bool(self._plan.device_test), None if ending else len(others) - condemned
+            tests, going_on = bool(self._plan.device_test_argv), None if ending else len(others) - condemned
             line = messages.worker_ended(worker, going_on, left_behind, successor, condemned, cause, tests_device=tests)
             self._console.say(line)
         if self._plan.elastic and "MASTER_ADDR" in self._table.last_words.get(worker.worker_id, ""):
@@ -280,7 +278,11 @@ class Supervisor:
             self._successors.start(successor, self._environment.of(successor, self._peers.run_id))
         elif not others:
             self._own_workers_ended()
-        elif not self._plan.joins and not self._control.agent.planned and not any(w.live for w in self._table.launched):
+        elif (
+            not self._plan.coordinators
+            and not self._control.agent.planned
+            and not any(w.live for w in self._table.launched)
+        ):
             self._late.run_over()
 
     def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
@@ -329,7 +331,7 @@ class Supervisor:
     def _own_workers_ended(self) -> None:
         if self._state is LaunchState.STOPPING:
             self._end()
-        elif self._plan.joins and all(outcome.exit_code == REFUSED for outcome in self._table.outcomes):
+        elif self._plan.coordinators and all(outcome.exit_code == REFUSED for outcome in self._table.outcomes):
             self._stop("the run has refused all workers of this node", REFUSED)
         elif self._peers.own_workers_ended(self._table.outcomes):
             self._state = LaunchState.WAITING
@@ -339,7 +341,7 @@ class Supervisor:
     def peers_ended(self) -> None:
         """End the launch; on several nodes, first wait for the end of the run, which decides the exit code and may need
         this node's candidate."""
-        if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
+        if (self._plan.nnodes > 1 or self._plan.coordinators) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
                 "the workers of this node have ended; waiting until the coordinator reports how the run ends"

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch.command_line.forecast import forecast
+from recover_megatron.launch.command_line.script import Script
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.workload.domains import Loss, data_parallel_ranks_per_replica
 from recover_megatron.workload.snapshots import interval
 from tests.harness import REPOSITORY
@@ -238,7 +240,8 @@ def test_each_layout_costs_what_the_table_says(row: tuple[str, ...]) -> None:
     assert row[6] == ("all" if replicas == 1 else f"1/{replicas}")
     sizes = {"tensor-model": tensor, "pipeline-model": pipeline, "expert-model": expert, "expert-tensor": 1}
     flags = [text for name, value in sizes.items() for text in (f"--{name}-parallel-size", str(value))]
-    found = forecast("pretrain_gpt_recover.py", ["--recover", "--use-distributed-optimizer", *flags], nodes, PER_NODE)
+    script = Script.read("pretrain_gpt_recover.py", ["--recover", "--use-distributed-optimizer", *flags])
+    found = forecast(LaunchSpec(nnodes=nodes, nproc_per_node=PER_NODE, script=script))
     assert found is not None
     assert {said(loss) for loss in found.losses} == {row[7]}
 

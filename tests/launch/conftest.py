@@ -13,13 +13,15 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
 from recover_megatron.launch import command
-from recover_megatron.launch.command_line.plan import LaunchPlan
+from recover_megatron.launch.command_line.script import Script
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from tests.harness import REPOSITORY
 from tests.harness.processes import free_port, processes_with, python
 from tests.harness.waiting import DEADLINE, eventually, written_lines
@@ -263,8 +265,22 @@ def refused_here(bench, monkeypatch, capsys):
     return refused_here
 
 
-def plan_of(**fields: object) -> LaunchPlan:
+def plan_of(
+    *,
+    script: str = "",
+    script_args: Sequence[str] = (),
+    fault_tolerant: bool = True,
+    spares: int = 0,
+    control_plane: bool = True,
+    joins: tuple[tuple[str, int], ...] = (),
+    node_address: str | None = None,
+    **fields: object,
+) -> LaunchSpec:
     """That of four workers on one node, but for these fields."""
-    common = {"node_rank": 0, "master_addr": "a", "master_port": 1, "launch_id": "l", "run_id": "r", "host": "h"}
-    more = {"nproc_per_node": 4, "nnodes": 1, "command": (), "fault_tolerant": True}
-    return LaunchPlan(**{**common, **more, **fields})
+    read = Script.read(script, script_args)
+    words = replace(read, recover=replace(read.recover, enabled=fault_tolerant, spares=spares))
+    environ = {**(SECRET if control_plane else {}), **({"RECOVER_HOST": node_address} if node_address else {})}
+    common = {"nproc_per_node": 4, "master_addr": "a", "master_port": 1, "launch_id": "l", "run_id": "r", "host": "h"}
+    return LaunchSpec(
+        **{**common, "environ": environ, **fields}, script=words, join=bool(joins), coordinators=joins
+    )  # fmt: skip

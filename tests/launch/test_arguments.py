@@ -1,12 +1,16 @@
 """The command line: what is accepted, and that every problem is said at once, before a process is started."""
 
+import argparse
 import socket
 import sys
+from dataclasses import replace
 
 import pytest
 
 from recover_megatron.launch import command
 from recover_megatron.launch.command_line import arguments
+from recover_megatron.launch.command_line.script import Script
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.nodes import store
 
 from .conftest import UNTIL_TOLD
@@ -21,7 +25,7 @@ def test_everything_after_script_belongs_to_the_script(bench):
 @pytest.mark.parametrize("words", [["--nproc-per-node", "2"], ["--nproc_per_node", "2"], ["--nproc_per_node=2"]])
 def test_dashes_and_underscores_are_the_same(words):
     options, reasons = arguments.parse([*words, "train.py"])
-    assert (options.nproc_per_node, options.script, reasons) == (2, "train.py", [])
+    assert (options.nproc_per_node, options.script.target, reasons) == (2, "train.py", [])
 
 
 def test_short_module_option(bench):
@@ -196,7 +200,7 @@ def test_a_module_is_looked_for_without_importing_it(bench, monkeypatch):
 def test_a_script_with_recover_is_given_to_the_runner_unless_it_is_ours(words, runner):
     options, _ = arguments.parse(words)
     before, rest = ["-m", "recover_megatron.megatron_hooks"], [word for word in words if word != "--elastic"]
-    assert options.command() == (sys.executable, *before * runner, *rest)
+    assert options.command == (sys.executable, *before * runner, *rest)
 
 
 def test_help_lists_every_option(bench):
@@ -210,7 +214,7 @@ JOIN = "--join --recover-coordinator a:1,b:2 --world-size 4 --master-addr 127.0.
 def test_a_launcher_that_joins_knows_the_run_by_its_options_or_by_the_scripts(monkeypatch):
     options, reasons = arguments.parse([*JOIN, "train.py", "--recover"])
     assert reasons == []
-    assert (options.coordinators, options.world_size) == ((("a", 1), ("b", 2)), 4)
+    assert (options.coordinators, options.joined_world_size) == ((("a", 1), ("b", 2)), 4)
     without = ["--join", *JOIN[3:], "train.py", "--recover"]
     assert arguments.parse([*without, "--recover-coordinator", "c:3"])[0].coordinators == (("c", 3),)
     monkeypatch.delenv("RECOVER_COORDINATOR", raising=False)
@@ -255,6 +259,35 @@ def test_the_variables_of_torchrun_are_the_defaults_of_the_options():
     assert options.taken == PETS
     alone, reasons = arguments.parse(["--nnodes", "1", "--node-rank", "0", __file__], environ)
     assert (alone.nnodes, alone.node_rank, alone.nproc_per_node, reasons) == (1, 0, 4, [])
+
+
+def test_command_line_variables_and_a_spec_made_by_hand_are_the_same_launch():
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "pod-0", "--master-port", "29400"]
+    script = ["pretrain_gpt_recover.py", "--recover", "--recover-spares", "2", "--save", "out"]
+    by_hand = LaunchSpec(
+        nnodes=2, node_rank=1, master_addr="pod-0", master_port=29400, host=socket.gethostname(),
+        script=Script.read(script[0], script[1:], {}),
+    )  # fmt: skip
+    assert arguments.parse([*words, *script], {}) == arguments.parse(script, PETS) == (by_hand, [])
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "pod-[0-1]"}
+    of_slurm = arguments.parse(["--slurm", "--master-addr", "pod-0", "--master-port", "29400", *script], step)
+    assert of_slurm == (replace(by_hand, slurm=True), [])
+
+
+def test_the_command_line_is_parsed_once(bench, monkeypatch):
+    """And the script's part twice: our flags with their types, and all flags as words."""
+    parsed, parse = [], argparse.ArgumentParser.parse_known_args
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_known_args", lambda self, argv: parsed.append(list(argv)) or parse(self, argv)
+    )
+    words = ["--recover", "--mock-data", "--recover-spares", "1", "--tensor-model-parallel-size", "2"]
+    given = ["--check", "--nnodes", "2", "--nproc-per-node", "2", "pretrain_gpt_recover.py", *words]
+    assert command.run(given) == 0
+    assert parsed == [given, words, words]
+
+
+def test_a_launch_does_not_show_the_secret_of_its_environment():
+    assert "a secret" not in repr(arguments.parse([__file__], {"RECOVER_SECRET": "a secret"}))
 
 
 def test_a_launch_that_joins_takes_nothing_of_the_shape_but_its_own_workers():

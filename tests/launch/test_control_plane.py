@@ -17,9 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch.command_line.plan import Address, listen
 from recover_megatron.launch.conclusion import Conclusion, last_checkpoint
 from recover_megatron.launch.nodes import control_plane
+from recover_megatron.launch.nodes.addresses import Address, listen
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.hosted import HostedCandidate
 from recover_megatron.launch.workers.loop import EventLoop
@@ -358,7 +358,7 @@ def test_the_end_of_a_run_is_what_one_of_its_own_coordinators_has_logged(
 def joiner(folder: Path, addresses: Sequence[Address], timeout: float, say: Callable[[str], None]) -> Iterator:
     """The control plane of a launcher that joins a run whose workers give up a coordinator after 4 ``timeout``."""
     loop, plan = EventLoop(), plan_of(joins=addresses, joined_world_size=2, log_dir=folder)
-    control = ControlPlane(plan, SECRET, loop, say, SimpleNamespace(**dict.fromkeys(ORDERS)))
+    control = ControlPlane(plan, loop, say, SimpleNamespace(**dict.fromkeys(ORDERS)))
     control._settings = dataclasses.replace(
         control._settings, heartbeat_interval=timeout / 2, heartbeat_timeout=timeout
     )

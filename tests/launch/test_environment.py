@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.launch import command
-from recover_megatron.launch.command_line import arguments, plan
-from recover_megatron.launch.command_line.plan import interface_of, interfaces, loopback, variables_for
+from recover_megatron.launch.command_line import arguments
+from recover_megatron.launch.nodes import addresses as own_addresses
 from recover_megatron.launch.nodes import control_plane
+from recover_megatron.launch.nodes.addresses import interface_of, interfaces, loopback, variables_for
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.workers import successors
+from recover_megatron.launch.workers.environment import WorkerEnvironment
 from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.membership.__main__ import address_of, make_listener
 from recover_megatron.network.connection import family_of
@@ -69,7 +70,7 @@ def test_workers_get_torchruns_variables_and_ours(bench):
 
 def test_a_newcomer_of_the_library_finds_no_store_in_which_it_would_wait_for_ever():
     def store_of(worker: object, **fields: object) -> list[str]:
-        environment = plan.WorkerEnvironment(plan_of(max_restarts=1, **fields), {"MASTER_ADDR": "mine"}, print)
+        environment = WorkerEnvironment(plan_of(max_restarts=1, environ={"MASTER_ADDR": "mine"}, **fields), print)
         return [name for name in environment.of(worker, "r") if name.startswith("MASTER_")]
 
     launched = successors.launched(plan_of())[0]
@@ -251,10 +252,10 @@ NONE = "192.0.2.77"
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
 def test_a_host_without_the_loopback_of_ipv4_has_that_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loopback() == "127.0.0.1"
-    monkeypatch.setattr(plan, "LOOPBACK", NONE)
+    monkeypatch.setattr(own_addresses, "LOOPBACK", NONE)
     assert loopback() == "::1"
     monkeypatch.setattr(control_plane, "LOOPBACK", NONE)
-    control = ControlPlane(plan_of(), {}, EventLoop(), pytest.fail, SimpleNamespace())
+    control = ControlPlane(plan_of(), EventLoop(), pytest.fail, SimpleNamespace())
     addresses, listeners, host = control._places(None)
     for _, listener in listeners:
         listener.close()
@@ -277,7 +278,7 @@ def test_a_name_that_has_addresses_of_ipv6_alone_can_be_listened_on(monkeypatch:
 
     monkeypatch.setattr(socket, "getaddrinfo", ask)
     monkeypatch.setattr(socket, "create_server", lambda address, **how: how["family"])
-    assert plan.listen("node6") == socket.AF_INET6
+    assert own_addresses.listen("node6") == socket.AF_INET6
     assert [family_of(host) for host in ("fd00::1", "10.0.0.1", "localhost")] == [
         socket.AF_INET6,
         socket.AF_INET,
@@ -299,12 +300,12 @@ def test_of_a_name_with_several_addresses_the_one_of_this_host_is_told(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], told: str
 ) -> None:
     here = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "fd00::5": "eth0"}
-    monkeypatch.setattr(control_plane, "interfaces", lambda: here)
+    monkeypatch.setattr(own_addresses, "interfaces", lambda: here)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in addresses])
     monkeypatch.setenv("RECOVER_HOST", "node")
     options, reasons = arguments.parse(["script.py"])
     assert not reasons
-    assert command._plan(options, None, 0).node_address == told
+    assert options.node_address == told
 
 
 def test_what_the_user_has_set_stands() -> None:

@@ -293,7 +293,7 @@ def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(be
 def saving(folder, script="pretrain_gpt.py", **fields):
     words = ("--save", str(folder))
     more = {"nproc_per_node": 1, "fault_tolerant": False, "script_args": words, **fields}
-    return plan_of(command=("python", script, *words), **more)
+    return plan_of(script=script, **more)
 
 
 def test_a_second_launch_that_saves_into_a_folder_is_refused_until_the_first_has_ended(tmp_path, capsys):

@@ -193,8 +193,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answer]:
 def test_a_node_tells_what_the_witness_calls_it(
     answers: type[Answer], kind: str, environ: dict[str, str], told: dict[str, str]
 ) -> None:
-    plan = plan_of(node_rank=1, nnodes=3, witness=kind)
-    assert leasing.look_for_witness(plan, environ) == {"node": "h-1", **told}
+    plan = plan_of(node_rank=1, nnodes=3, witness=kind, environ=environ)
+    assert leasing.look_for_witness(plan) == {"node": "h-1", **told}
 
 
 @pytest.mark.parametrize("found", [{}, {"n1": True}, NoAnswer("it hangs")])
@@ -202,9 +202,9 @@ def test_a_witness_that_does_not_know_that_a_node_with_a_candidate_runs_is_none(
     answers: type[Answer], found: Mapping[str, bool] | NoAnswer
 ) -> None:
     answers.found = found
-    first, last = (plan_of(nnodes=10, node_rank=node, witness="auto") for node in (1, 9))
-    assert "SLURM's controller" in leasing.look_for_witness(first, IN_SLURM)["reason"]
-    assert "reason" not in leasing.look_for_witness(last, IN_SLURM), "it has no candidate, and does not ask"
+    first, last = (plan_of(nnodes=10, node_rank=node, witness="auto", environ=IN_SLURM) for node in (1, 9))
+    assert "SLURM's controller" in leasing.look_for_witness(first)["reason"]
+    assert "reason" not in leasing.look_for_witness(last), "it has no candidate, and does not ask"
 
 
 def told(*kinds: str) -> dict[int, dict[str, str]]:

@@ -17,6 +17,8 @@ from recover_megatron.chaos.__main__ import main as chaos
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.launch.command_line import preflight
 from recover_megatron.launch.command_line.forecast import Needs, needs_of
+from recover_megatron.launch.command_line.script import Script
+from recover_megatron.launch.command_line.spec import HostLimits
 from recover_megatron.launch.workers import processes
 from recover_megatron.network import system
 from recover_megatron.network.system import TaskLimit
@@ -49,35 +51,35 @@ def test_what_a_training_needs_is_bounded_by_what_was_counted(
     flags: list[str], world: int, files: int, tasks: int
 ) -> None:
     """``files`` of the worker with most, ``tasks`` of all: the most that was seen in /proc, every 0.15 s of a run."""
-    needs = needs_of(flags, world, world, {}, cpu=True)
+    needs = needs_of(Script.read("", flags), world, world, {}, cpu=True)
     assert needs.least_files < files <= needs.files <= 2 * files
     assert needs.least_tasks < tasks <= needs.tasks <= 2 * tasks
 
 
 def test_a_limit_of_files_at_which_gloo_has_ended_the_workers_is_refused() -> None:
     """In their first step, after half a minute: "Too many open files", by an abort that names no limit."""
-    needs = needs_of([], 3, 3, {}, cpu=True)
-    (reason,) = preflight.compare(needs, "3 workers", **{**ROOMY, "files": 130}).reasons
+    needs = needs_of(Script(), 3, 3, {}, cpu=True)
+    (reason,) = preflight.compare(needs, "3 workers", HostLimits(**{**ROOMY, "files": 130})).reasons
     assert "ulimit -n 130 is too low: a worker opens up to 283 files" in reason
 
 
 def test_of_more_workers_than_were_counted_no_higher_limit_is_known_to_be_too_low() -> None:
-    small, counted, large = (needs_of([], world, 8, {}, cpu=True).least_files for world in (8, 64, 512))
+    small, counted, large = (needs_of(Script(), world, 8, {}, cpu=True).least_files for world in (8, 64, 512))
     assert small < counted == large
 
 
 def test_of_what_was_never_counted_no_limit_is_known_to_be_too_low() -> None:
-    needs = needs_of([], 8, 8, {}, cpu=False)
+    needs = needs_of(Script(), 8, 8, {}, cpu=False)
     assert (needs.least_files, needs.least_tasks) == (0, 0)
-    assert needs_of([], 1, 1, {"OMP_NUM_THREADS": "64"}, cpu=True).tasks > 64
+    assert needs_of(Script(), 1, 1, {"OMP_NUM_THREADS": "64"}, cpu=True).tasks > 64
 
 
 def test_batches_of_loaders_are_as_large_as_their_samples() -> None:
     flags = ["--num-workers", "2", "--micro-batch-size", "4", "--seq-length", "1024"]
     masks = 1024 * 1024
-    assert needs_of(flags, 8, 8, {}, cpu=True).shared == 8 * 2 * 3 * 4 * (1024 * 28 + masks)
+    assert needs_of(Script.read("", flags), 8, 8, {}, cpu=True).shared == 8 * 2 * 3 * 4 * (1024 * 28 + masks)
     flags += ["--no-create-attention-mask-in-dataloader", *TENSOR]
-    assert needs_of(flags, 8, 8, {}, cpu=True).shared == 4 * 2 * 3 * 4 * 1024 * 28
+    assert needs_of(Script.read("", flags), 8, 8, {}, cpu=True).shared == 4 * 2 * 3 * 4 * 1024 * 28
 
 
 NEEDS = Needs(files=200, least_files=100, tasks=300, least_tasks=150, shared=1 << 20)
@@ -99,7 +101,7 @@ PROCESSES = "run ulimit -u {} before recover-run"
     ],
 )  # fmt: skip
 def test_a_limit_is_refused_where_it_cannot_do_and_told_of_where_it_may_not(less: dict, reason: str, note: str) -> None:
-    found = preflight.compare(NEEDS, "4 workers", **{**ROOMY, **less})
+    found = preflight.compare(NEEDS, "4 workers", HostLimits(**{**ROOMY, **less}))
     assert [len(found.reasons), len(found.notes)] == [bool(reason), bool(note)]
     assert reason in "".join(found.reasons)
     assert note in "".join(found.notes)

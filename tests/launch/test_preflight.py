@@ -17,7 +17,8 @@ import pytest
 from recover_megatron.launch import command
 from recover_megatron.launch.command_line import arguments, preflight, readers
 from recover_megatron.launch.command_line.forecast import Control, Forecast, forecast
-from recover_megatron.launch.command_line.plan import hosting
+from recover_megatron.launch.command_line.script import Script
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.nodes.host import Host
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
@@ -34,8 +35,12 @@ BATCH = ["--micro-batch-size", "3", "--train-iters", "1", "--global-batch-size"]
 TOKENIZER = ["--tokenizer-type"]
 
 
-def found(*script_args: str, world: int = 8) -> list[str]:
-    return preflight.check(TRAINING, script_args, world)
+def spec_of(script: str, script_args: Sequence[str], world: int = 8, nodes: int = 1, **fields: Any) -> LaunchSpec:
+    return LaunchSpec(nproc_per_node=world, nnodes=nodes, script=Script.read(script, script_args), **fields)
+
+
+def found(*script_args: str, script: str = TRAINING, world: int = 8) -> list[str]:
+    return preflight.check(spec_of(script, script_args, world))
 
 
 def test_a_good_command_line_is_let_through() -> None:
@@ -202,11 +207,12 @@ def test_more_workers_than_gpus_are_refused_where_processes_may_use_gpus(
     monkeypatch.setattr(preflight.importlib.metadata, "distributions", lambda **_: [])
     monkeypatch.setattr(preflight, "GPUS", str(tmp_path / preflight.GPUS.removeprefix("/dev/")))
     (tmp_path / "nvidiactl").touch()
-    assert preflight.devices(TRAINING, GOOD, 3, two) == []
+    assert preflight.devices(spec_of(TRAINING, GOOD, 3, environ=two)) == []
     (tmp_path / "nvidia3").touch()  # all that a container has
-    assert "3 workers on this node, including spares, but it has 2 GPUs" in preflight.devices(TRAINING, GOOD, 3, two)[0]
-    assert preflight.devices(TRAINING, GOOD, 2, two) == preflight.devices("train.py", GOOD, 3, two) == []
-    assert preflight.devices(TRAINING, [*GOOD, "--recover-device", "cpu"], 3, two) == []
+    three, others = spec_of(TRAINING, GOOD, 3, environ=two), spec_of("train.py", GOOD, 3, environ=two)
+    assert "3 workers on this node, including spares, but it has 2 GPUs" in preflight.devices(three)[0]
+    assert preflight.devices(spec_of(TRAINING, GOOD, 2, environ=two)) == preflight.devices(others) == []
+    assert preflight.devices(spec_of(TRAINING, [*GOOD, "--recover-device", "cpu"], 3, environ=two)) == []
 
 
 def test_the_folder_of_checkpoints_is_tried_before_anything_is_started(tmp_path: Path) -> None:
@@ -226,8 +232,8 @@ def test_every_node_of_a_run_that_recovers_tries_the_folder_of_checkpoints_and_n
     (reason,) = command._check_folders(options)
     assert problems == []
     assert f"--save /proc/none cannot be written (No such file or directory) on host {socket.gethostname()}" in reason
-    options.script_args.remove("--recover")
-    assert command._check_folders(options) == []
+    script = Script.read(TRAINING, [word for word in options.script.args if word != "--recover"])
+    assert command._check_folders(replace(options, script=script)) == []
 
 
 def test_a_script_that_imports_megatrons_pretrain_is_known_by_that_whatever_its_name(tmp_path: Path) -> None:
@@ -242,18 +248,25 @@ def test_a_script_that_imports_megatrons_pretrain_is_known_by_that_whatever_its_
     ):
         script = script.with_stem(f"{script.stem}x")  # what was found of a file is remembered
         script.write_text(source)
-        assert (preflight.check(str(script), wrong, 8) != []) is known
-        assert (forecast(str(script), ["--recover", *BATCH, "8"], 2, 4) is not None) is known
-        assert preflight.check(str(script), ["--recover", *BATCH, "24"], 8) == []
-    assert preflight.check("pretrain_mine.py", ["--recover", *BATCH, "24"], 8)[0].startswith("no training data")
+        assert (found(*wrong, script=str(script)) != []) is known
+        assert (forecast(spec_of(str(script), ["--recover", *BATCH, "8"], 4, 2)) is not None) is known
+        assert found("--recover", *BATCH, "24", script=str(script)) == []
+    assert found("--recover", *BATCH, "24", script="pretrain_mine.py")[0].startswith("no training data")
+
+
+def test_a_value_with_a_space_belongs_to_its_own_flag() -> None:
+    """It was taken as a second value of the flag before it."""
+    assert found(*GOOD, "--seq-length", "8", "--wandb-exp-name=a run of mine") == []
+    script = Script.read(TRAINING, ["--seq-length", "8", "--wandb-exp-name=a run of mine", "--mock-data"])
+    assert script.given == {"--seq-length": ["8"], "--wandb-exp-name": ["a run of mine"], "--mock-data": []}
 
 
 def test_of_a_script_that_is_not_megatrons_only_our_own_flags_are_looked_at() -> None:
-    assert preflight.check("mine.py", ["--recover", "--tensor-model-parallel-size", "3"], 8) == []
-    assert len(preflight.check("mine.py", ["--recover", "--recover-spare", "3"], 8)) == 1
-    assert preflight.check("mine.py", ["--recover-spare", "3"], 8) == []
-    assert preflight.check("mine.py", ["--recover", "a file"], 8) == []
-    assert preflight.check("pretrain_mine.py", ["--save", "out", "--num-layers", "many"], 8) == []
+    assert found("--recover", "--tensor-model-parallel-size", "3", script="mine.py") == []
+    assert len(found("--recover", "--recover-spare", "3", script="mine.py")) == 1
+    assert found("--recover-spare", "3", script="mine.py") == []
+    assert found("--recover", "a file", script="mine.py") == []
+    assert found("--save", "out", "--num-layers", "many", script="pretrain_mine.py") == []
 
 
 def test_the_words_of_torchrun_for_the_number_of_processes_are_understood(
@@ -306,7 +319,7 @@ OFF = ["--recover-memory-tier", "off"]
 
 def told(flags: list[str], nodes: int, named: Sequence[Sequence[str]] = (), control: Control | None = None) -> Forecast:
     """Of a training with eight workers to a node."""
-    found = forecast(TRAINING, flags, nodes, 8, named, control)
+    found = forecast(spec_of(TRAINING, flags, 8, nodes), named, control)
     assert found is not None
     return found
 
@@ -429,19 +442,14 @@ def test_each_node_has_a_line_in_the_list_and_coordinators_stand_in_several_rack
     monkeypatch.setenv("RECOVER_HOST", "n3")
     options, _ = arguments.parse([*argv, f"@{path}"])
     assert command._check_domains(options) == []
-    plan = command._plan(options, None, 0)
-    assert plan.own_domains == ("domain r1",)
-    assert hosting(plan) == (0, 2, 1)
-    options.slurm = True
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3],n[0-1]")
-    plan = command._plan(options, None, 0)
+    assert options.own_domains == ("domain r1",)
+    assert options.candidate_nodes == (0, 2, 1)
+    plan = replace(options, slurm=True, environ={"SLURM_JOB_NODELIST": "n[2-3],n[0-1]"})
     assert plan.domains == (("domain r1",),) * 2 + (("domain r0",),) * 2, "SLURM's order of nodes"
-    assert hosting(plan) == (1, 2, 3), "the first node of SLURM's comes last"
-    options.slurm = False
-    monkeypatch.setenv("RECOVER_HOST", "n9")
-    options.nnodes = 5
+    assert plan.candidate_nodes == (1, 2, 3), "the first node of SLURM's comes last"
+    options = replace(options, nnodes=5, environ={"RECOVER_HOST": "n9"})
     assert len(command._check_domains(options)) == 2
-    options.check = True
+    options = replace(options, check=True)
     assert command._check_domains(options) == [f"--recover-domain @{path}: the file has 4 of 5 nodes: add the others"]
 
 
@@ -481,13 +489,13 @@ def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
     ],
 )
 def test_nothing_is_said_of_what_is_not_known(script: str, flags: list[str], nodes: int) -> None:
-    assert forecast(script, flags, nodes, 8) is None
+    assert forecast(spec_of(script, flags, 8, nodes)) is None
 
 
 def test_at_the_start_node_0_says_it_by_what_all_launchers_tell_of_their_domains(tmp_path: Path) -> None:
     argv = ["--nnodes", "4", "--nproc-per-node", "2", "--log-dir", str(tmp_path), TRAINING, *GOOD]
     options, _ = arguments.parse(argv)
-    plan = replace(command._plan(options, None, 0), control_plane=True)
+    plan = replace(options, environ={"RECOVER_SECRET": "shared"})
     store, seal = SimpleNamespace(set=lambda key, value: None), SimpleNamespace(wrap=lambda *words: words, proves=True)
     lines: list[str] = []
     events = SimpleNamespace(note=lines.append)

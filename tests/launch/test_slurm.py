@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recover_megatron.launch import messages, slurm
 from recover_megatron.launch.command_line.arguments import parse
-from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.slurm import address_of, left_alone, places_of
 from tests.harness import REPOSITORY
 
@@ -192,14 +192,13 @@ def test_a_launcher_that_is_left_alone_among_several_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first", "hosts"),
+    ("nodes", "slurm", "hosts"),
     [(1, 0, (0,)), (2, 0, (0, 1)), (5, 0, (0, 1, 2)), (2, 1, (1, 0)), (3, 1, (1, 2, 0)), (9, 1, (1, 2, 3))],
 )
 def test_under_slurm_the_coordinator_that_leads_is_not_beside_the_batch_script(
-    nodes: int, first: int, hosts: tuple[int, ...]
+    nodes: int, slurm: int, hosts: tuple[int, ...]
 ) -> None:
-    plan = LaunchPlan(1, nodes, 0, "n1", 1, "a", "a", "n1", ("x",), True, first_candidate=first)
-    assert hosting(plan) == hosts
+    assert LaunchSpec(nnodes=nodes, slurm=slurm).candidate_nodes == hosts
 
 
 @pytest.mark.parametrize(
@@ -244,7 +243,7 @@ def pod(folder: Path, *answers: str, **more: str) -> subprocess.CompletedProcess
 
 
 @pytest.fixture
-def joinable(tmp_path: Path) -> LaunchPlan:
+def joinable(tmp_path: Path) -> LaunchSpec:
     """A launch whose node 0 has said in the folder how the run is joined; a host's crash has left a NUL byte there."""
     plan = plan_of(nnodes=2, nproc_per_node=1)
     (tmp_path / "run").mkdir()
@@ -253,7 +252,7 @@ def joinable(tmp_path: Path) -> LaunchPlan:
 
 
 def test_a_pod_takes_the_command_by_which_it_joins_from_no_launcher_that_was_left_out(
-    tmp_path: Path, joinable: LaunchPlan
+    tmp_path: Path, joinable: LaunchSpec
 ) -> None:
     logs = tmp_path / "run"
     (logs / "launcher-1.log").write_text(f"recover-run: {messages.continues_without(joinable, 'lost', '$(a b)')}\n")
@@ -267,7 +266,7 @@ def test_a_pod_takes_the_command_by_which_it_joins_from_no_launcher_that_was_lef
     ("answers", "first"), [(["UNKNOWN: no coordinator answers", "", "HEALTHY 2/2"], "--join"), (["ENDED"], "--nnodes")]
 )
 def test_a_pod_launches_the_run_anew_only_where_it_knows_that_the_last_one_is_over(
-    tmp_path: Path, joinable: LaunchPlan, answers: list[str], first: str
+    tmp_path: Path, joinable: LaunchSpec, answers: list[str], first: str
 ) -> None:
     """An answer that does not tell the state of the run does not mean that the run has ended."""
     assert pod(tmp_path, *answers).stdout.split()[0] == first

@@ -13,13 +13,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from recover_megatron.launch.command_line.plan import hosting, launch_environment, listen
 from recover_megatron.launch.conclusion import Conclusion, StartUp
+from recover_megatron.launch.nodes.addresses import listen
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.hosted import HostedCandidate
 from recover_megatron.launch.nodes.peers import Line
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.launch.workers import processes, successors
+from recover_megatron.launch.workers.environment import launch_environment
 from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.processes import START_AGAIN, spawn
 from recover_megatron.launch.workers.states import ExitOutcome, run_exit_code, start_exit_code
@@ -239,9 +240,7 @@ class Start:
     """A ``StartUp`` of four nodes with two workers each, the last of which has three spares."""
 
     def __init__(self, **fields: object) -> None:
-        self.plan = plan_of(
-            **{"nnodes": 4, "nproc_per_node": 2, "node_rank": 0, "spares": 3, "command": ("x",), **fields}
-        )
+        self.plan = plan_of(**{"nnodes": 4, "nproc_per_node": 2, "node_rank": 0, "spares": 3, "script": "x", **fields})
         self.ended: list[tuple[str, int, tuple[int, ...]]] = []
         self.said: list[str] = []
         self.waits: list[Callable[[], None]] = []
@@ -306,9 +305,9 @@ def test_spares_have_the_places_of_the_workers_of_nodes_that_are_left_out() -> N
     plan = plan_of(nnodes=4, nproc_per_node=2, node_rank=3, spares=5, without=(2, 1))
     workers = [(worker.worker_id, worker.local_rank, worker.rank) for worker in successors.launched(plan)]
     assert workers == [(6, 0, 6), (7, 1, 7), (4, 2, 4), (5, 3, 5), (2, 4, 2), (3, 5, 3), (8, 6, None)]
-    assert hosting(plan) == (0, 3)
-    assert launch_environment(plan, {})["LOCAL_WORLD_SIZE"] == "6"
-    assert hosting(plan_of(nnodes=6, first_candidate=1, without=(1,))) == (2, 3, 4)
+    assert plan.candidate_nodes == (0, 3)
+    assert launch_environment(plan)["LOCAL_WORLD_SIZE"] == "6"
+    assert plan_of(nnodes=6, slurm=True, without=(1,)).candidate_nodes == (2, 3, 4)
     assert [w.worker_id for w in successors.launched(plan_of(nnodes=4, nproc_per_node=2, node_rank=0, spares=5))] == [
         0,
         1,
@@ -411,7 +410,7 @@ def test_a_launcher_lets_its_coordinator_write_how_the_run_has_ended_before_it_e
     wait = lambda seconds: None  # noqa: E731
     agent = SimpleNamespace(out=over, led=True, epoch=1, connected_to=address, catch_up=wait, wait_out=wait)
     start = lambda _: spawn(["/bin/sh", "-c", f"echo stop >{log}"], os.environ, 1, 2)  # noqa: E731
-    control = ControlPlane(plan_of(), {}, loop, pytest.fail, SimpleNamespace())
+    control = ControlPlane(plan_of(), loop, pytest.fail, SimpleNamespace())
     control.agent = agent
     candidate = HostedCandidate(loop, SimpleNamespace(number=0, start=start), listener, agent, pytest.fail)
     control._candidates[address] = candidate

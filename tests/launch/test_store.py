@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from recover_megatron.launch.command_line import spec
 from recover_megatron.launch.nodes import guest, host, store
 from recover_megatron.launch.nodes.guest import Guest
 from recover_megatron.launch.nodes.host import Host, _Member
@@ -486,7 +487,8 @@ def test_who_hosts_a_candidate_is_not_reckoned_anew_for_each_of_a_thousand_nodes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Host(plan_of(nnodes=1000), Kept({}), SEAL, SimpleNamespace(note=""), lambda *_: None, pytest.fail)
-    monkeypatch.setattr(host, "hosting", pytest.fail)
+    assert len(node._plan.candidate_nodes) == 3
+    monkeypatch.setattr(spec, "min", pytest.fail, raising=False)
     for rank in range(3, 9):
         assert node._newcomer(rank, {"nonce": "n", "count": 1, "host": "h"})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch.command_line import arguments
-from recover_megatron.launch.command_line.plan import is_megatrons
+from recover_megatron.launch.command_line.script import Script
 from tests.harness.waiting import eventually
 
 from .conftest import UNTIL_TOLD, Bench
@@ -58,8 +58,8 @@ def test_the_script_behind_python_is_the_one_that_is_checked_and_given_to_the_ru
     options, reasons = arguments.parse(["--no-python", *words.split()], {})
     assert reasons == []
     assert tuple(Path(word).name for word in options.wrapper) == wrapper
-    assert Path(str(options.script)).name == script
-    path, *rest = options.command()
+    assert Path(options.script.target).name == script
+    path, *rest = options.command
     assert os.path.isabs(path), "it is executed without a look at the PATH"
     assert rest == ([*wrapper[1:], *behind] if behind else words.split()[1:])
 
@@ -67,7 +67,7 @@ def test_the_script_behind_python_is_the_one_that_is_checked_and_given_to_the_ru
 def test_flags_of_megatron_are_checked_behind_a_program(refused_here):
     words = ("python", "-u", "pretrain_gpt_recover.py", "--recover", "--tensor-model-parallel-size", "2")
     assert "1 workers cannot form complete replicas of 2" in refused_here("--no-python", "env", *words)
-    assert not is_megatrons("pretrain_gpt.sh"), "it may give flags of its own to the script that it starts"
+    assert not Script("pretrain_gpt.sh").takes_megatron_flags, "it may give the script that it starts other flags"
 
 
 @pytest.mark.parametrize(

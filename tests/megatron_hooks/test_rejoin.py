@@ -23,7 +23,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, JoinStatus, Rules, Taking
 from recover_megatron.instep.faults import Orphaned, RunOver
 from recover_megatron.instep.meeting.plan import decide
-from recover_megatron.launch.command_line import forecast
+from recover_megatron.launch.command_line.script import Script
 from recover_megatron.megatron_hooks import parallel_groups as groups_module
 from recover_megatron.megatron_hooks.checkpoint import memory_tier
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
@@ -272,7 +272,7 @@ def test_which_runs_go_back_to_their_checkpoints_is_known_at_the_start_and_befor
     words = [
         [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])] for name, value in flags.items()
     ]
-    of_launcher = forecast._no_rollback_reason(["--save", "checkpoints", *itertools.chain(*words)])
+    of_launcher = Script.read("", ["--save", "checkpoints", *itertools.chain(*words)]).no_rollback_reason
     for found in (no_rollback_reason(SimpleNamespace(**args), [optimizer]), of_launcher):
         assert bool(found) == bool(why)
         assert why in found

@@ -36,6 +36,7 @@ from pathlib import Path
 import psutil
 
 from recover_megatron.launch.command_line.forecast import needs_of
+from recover_megatron.launch.command_line.script import Script
 from recover_megatron.membership.io.client import Observer
 from recover_megatron.membership.records import MembershipError
 from recover_megatron.membership.wire import Secret
@@ -382,7 +383,7 @@ class Soak:
             report.problems += growth(samples)
             report.judged += [process] * (len(told(samples)) >= FEWEST)
         report.logs = {name: size / report.kills for name, size in sizes(run).items()}
-        used, needs = self._samples["worker 0"], needs_of(FLAGS, WORKERS, WORKERS, {}, cpu=True)
+        used, needs = self._samples["worker 0"], needs_of(Script.read("", FLAGS), WORKERS, WORKERS, {}, cpu=True)
         files, tasks = max(one.descriptors for one in used), WORKERS * max(one.threads for one in used)
         if not needs.least_files < files <= needs.files <= 2 * files or not tasks <= needs.tasks <= 2 * tasks:
             report.problems.append(f"recover-run counts with {needs}: worker 0 had {files} files, all {tasks} threads")

@@ -5,35 +5,19 @@ A domain is a node or a larger failure domain.  ``recover-run --check`` and the 
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 from typing import Any
 
-from recover_megatron.arguments import config_from_argv, spares_from_argv
-from recover_megatron.errors import UserError
-from recover_megatron.launch.command_line.plan import Domains, LaunchPlan, hosting, is_megatrons
+from recover_megatron.launch.command_line.script import MAPPING, NO_SAVE, SIZES, Script
+from recover_megatron.launch.command_line.spec import Domains, LaunchSpec
 from recover_megatron.launch.messages import count
 from recover_megatron.launch.nodes.leasing import slack_of
-from recover_megatron.workload.domains import Loss, Training, data_parallel_ranks_per_replica, domain_losses, on_nodes
+from recover_megatron.workload.domains import Loss, Training, domain_losses, on_nodes
 
-SIZES = {
-    "tensor": "--tensor-model-parallel-size",
-    "pipeline": "--pipeline-model-parallel-size",
-    "context": "--context-parallel-size",
-}
-EXPERT, EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
-FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
-OUTER = "--outer-dp-sharding-strategy"
-SIZES_ELSEWHERE = ("--yaml-cfg", "--use-mp-args-from-checkpoint-args")
-"""Flags that make Megatron read the sizes of a replica from a file instead of the command line."""
 SHADOWS = "--recover-shadow-shards 2"
-FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
-NO_SAVE = "no --save"
 MOST_NAMED = 4
 """Largest number of domains, or of ranges of nodes, that one line of a table names."""
 COUNTED = 64
@@ -89,93 +73,42 @@ class Forecast:
 LOSSES = "what the loss of a node or another domain would cost"
 
 
-def of_launch(plan: LaunchPlan, named: Domains, lease: bool, witness: bool) -> Forecast | None:
+def of_launch(spec: LaunchSpec, named: Domains, lease: bool, witness: bool) -> Forecast | None:
     """Return the forecast of a launch; None if ``forecast`` returns None.
 
     ``named``: domains of each node; ``lease``, ``witness``: True if the launch has one.
     """
-    replaced = bool(plan.max_restarts or plan.spares)
-    control = Control(hosting(plan), lease, witness, slack_of(plan), replaced)
-    return forecast(plan.target, plan.script_args, plan.nnodes, plan.nproc_per_node, named, control)
+    replaced = bool(spec.max_restarts or spec.spares)
+    return forecast(spec, named, Control(spec.candidate_nodes, lease, witness, slack_of(spec), replaced))
 
 
-def forecast(
-    script: str,
-    script_args: Sequence[str],
-    nodes: int,
-    per_node: int,
-    named: Sequence[Sequence[str]] = (),
-    control: Control | None = None,
-) -> Forecast | None:
-    """Return the forecast of a training.
+def forecast(spec: LaunchSpec, named: Domains = (), control: Control | None = None) -> Forecast | None:
+    """Return the forecast of a training, whose flags ``preflight.check`` has checked.
 
     Return None for a single node, without --recover, for a script that does not take Megatron's flags, and if the flags
-    do not define the layout.
-    ``script_args``: flags that ``preflight.check`` has checked; ``named``: domains of each node.  Ranks are assumed to
-    be in the order of the nodes.
+    do not define the layout.  ``named``: domains of each node.  Ranks are assumed to be in the order of the nodes.
     """
-    if nodes < 2 or "--recover" not in script_args or not is_megatrons(script):
+    script, per_node = spec.script, spec.nproc_per_node
+    if spec.nnodes < 2 or "--recover" not in script.args or not script.takes_megatron_flags:
         return None
     try:
-        world, spares = nodes * per_node, spares_from_argv(script_args)
-        training = training_of(script_args, world)
-        if training is None:
+        if (training := spec.training) is None:
             return None
-        domains = on_nodes(world, per_node, named)
-        domains += domains[-1:] * spares
-        losses = domain_losses(training, domains, spares)
-        why = _no_rollback_reason(script_args)
-        fewest = config_from_argv(script_args).min_replicas
+        domains = on_nodes(spec.world_size, per_node, named)
+        domains += domains[-1:] * spec.spares
+        losses = domain_losses(training, domains, spec.spares)
+        why = script.no_rollback_reason
+        fewest = script.recover.min_replicas
         then = [_then(loss, fewest, why, (control or Control([])).replaced) for loss in losses]
-        change = _changes(training, losses, domains, spares, "--save" if why == NO_SAVE else "")
+        change = _changes(training, losses, domains, spec.spares, "--save" if why == NO_SAVE else "")
         for at, loss in enumerate(losses if control else ()):
             how, more = _silent(loss, control or Control([]), domains, per_node)
             if how and not then[at].startswith("ends"):
                 then[at] = how if how.startswith("ends") else f"{then[at]} ({how})"
                 change[at] = "; ".join(filter(None, (change[at], more)))
         return Forecast(losses, then, change)
-    except (ValueError, IndexError, ArithmeticError, UserError):
+    except (ValueError, IndexError, ArithmeticError):
         return None  # a flag is not valid: the checks or Megatron report the mistake
-
-
-def training_of(script_args: Sequence[str], world: int) -> Training | None:
-    """Return the shape of a training of ``world`` workers, read from the flags; None if a file defines the shape.
-
-    Raises ValueError and IndexError for an invalid number, UserError for a wrong value of ``--recover-*``.
-    """
-    names = [*SIZES.values(), EXPERT, EXPERT_TENSOR, MAPPING, SPREAD, FSDP, INSTANCES, OUTER, *SIZES_ELSEWHERE]
-    found = given_flags(script_args, names)
-    if any(name in found for name in SIZES_ELSEWHERE):
-        return None
-
-    def number(name: str, default: int) -> int:
-        return int(found[name][-1]) if name in found else default
-
-    sizes = {size: number(name, 1) for size, name in SIZES.items()}
-    expert, fsdp = number(EXPERT, 1), FSDP in found
-    instances = number(INSTANCES, 1)
-    if fsdp:
-        instances = max(instances, 2)  # --recover sets at least two instances (``megatron_hooks.entry.refused``)
-    expert_tensor = number(EXPERT_TENSOR, sizes["tensor"])
-    inner_ranks = data_parallel_ranks_per_replica(
-        tensor=sizes["tensor"], context=sizes["context"], expert=expert, expert_tensor=expert_tensor
-    )
-    spread = found.get(OUTER, ["no_shard"])[-1] == "optim" if fsdp else SPREAD in found
-    config = config_from_argv(script_args)
-    return Training(
-        **sizes,
-        inner_ranks=max(1, world // prod(sizes.values()) // instances) if fsdp else inner_ranks,
-        pipeline_before_data=MAPPING in found,
-        experts=expert > 1,
-        spread=spread,
-        shard_groups=fsdp,
-        shadows=config.shadow_shards,
-        instances=1 if fsdp else instances,
-        memory=config.memory_tier != "off",
-        checkpoint=not _no_rollback_reason(script_args),
-        across=config.allow_cross_node_tp,
-        blocks=sizes["pipeline"] == 1 or expert * expert_tensor == sizes["tensor"] * sizes["context"],
-    )
 
 
 @dataclass(frozen=True)
@@ -193,24 +126,21 @@ class Needs:
     shared: int
 
 
-def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str], *, cpu: bool) -> Needs:
+def needs_of(script: Script, world: int, here: int, environ: Mapping[str, str], *, cpu: bool) -> Needs:
     """Return the needs of a Megatron training with ``--recover`` on a node with ``here`` of ``world`` workers.
 
     A worker was measured on CPUs, where every group uses gloo (tests/launch/test_limits.py): 56 threads, and 118
     descriptors plus up to 11 for each other worker.  A worker duplicates its sockets when it searches for gloo's
     sockets.  A loader process needs pipes, and a descriptor for each tensor of a batch.  ``cpu``: False on GPUs, where
-    nothing was measured: the minimums are 0.  Raises ValueError or IndexError for a flag with an invalid number.
+    nothing was measured: the minimums are 0.  Raises ValueError for a flag with an invalid number.
     """
     names = ("--num-workers", SIZES["tensor"], "--micro-batch-size", "--seq-length")
-    found = given_flags(script_args, [*names, "--no-create-attention-mask-in-dataloader"])
-    loaders, tensor, micro, sequence = (
-        int(found[name][-1]) if name in found else default for name, default in zip(names, (2, 1, 1, 1), strict=True)
-    )
+    loaders, tensor, micro, sequence = map(script.number, names, (2, 1, 1, 1))
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     pool = int(omp) if omp.isdecimal() else 1 if here > 1 else len(os.sched_getaffinity(0))
     # A sequence element has a token, a label and an index of 8 bytes each, and a weight of 4 bytes.  The mask has one
     # byte for each pair of elements.  Each loader holds 3 batches.
-    mask = 0 if "--no-create-attention-mask-in-dataloader" in found else sequence
+    mask = 0 if "--no-create-attention-mask-in-dataloader" in script.given else sequence
     batch = micro * sequence * (28 + mask)
     return Needs(
         files=175 + 24 * (world - 1) + 30 * loaders,
@@ -219,36 +149,6 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
         least_tasks=40 * here * cpu,
         shared=3 * loaders * batch * -(-here // max(1, tensor)),
     )
-
-
-def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return flag -> values, for the flags of ``names`` that are given; the last use of a repeated flag counts."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in dict.fromkeys(names):
-        parser.add_argument(name, nargs="*")
-    try:
-        values, _ = parser.parse_known_args(list(script_args))
-    except argparse.ArgumentError:
-        return {}
-    values_of = {name: getattr(values, name[2:].replace("-", "_")) for name in names}
-    return {name: value for name, value in values_of.items() if value is not None}
-
-
-def _no_rollback_reason(script_args: Sequence[str]) -> str:
-    """Return why live workers cannot load a checkpoint (see ``megatron_hooks.layout``); empty if they can."""
-    found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim", "--optimizer"])
-    formats = found.get(FORMAT, ["torch_dist"])[-1]
-    if "off" in found.get(LAST_RESORT, []):
-        return f"{LAST_RESORT} off"
-    if not any(name in found for name in FOLDERS):
-        return NO_SAVE
-    if "--no-save-optim" in found:
-        return "--no-save-optim"
-    if FSDP in found:
-        return ""
-    if SPREAD in found:
-        return "" if formats in ("torch_dist", "torch") else f"{FORMAT} {formats}"
-    return "--optimizer sgd" if formats == "torch_dist" and found.get("--optimizer") == ["sgd"] else ""
 
 
 def _changes(

@@ -20,22 +20,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from recover_megatron.arguments import FLAGS, RecoverConfig, config_from_argv, problems
+from recover_megatron.arguments import FLAGS, RecoverConfig, problems
 from recover_megatron.chaos.spec import BadSpec, parse_spec
-from recover_megatron.errors import UserError
-from recover_megatron.launch.command_line.forecast import (
-    EXPERT,
-    EXPERT_TENSOR,
-    INSTANCES,
-    SIZES,
-    SIZES_ELSEWHERE,
-    Needs,
-    given_flags,
-    needs_of,
-    training_of,
-)
-from recover_megatron.launch.command_line.plan import is_known, is_megatrons
+from recover_megatron.launch.command_line.forecast import Needs, needs_of
 from recover_megatron.launch.command_line.readers import count_gpus, why_not_written
+from recover_megatron.launch.command_line.script import EXPERT, EXPERT_TENSOR, INSTANCES, SIZES, Script
+from recover_megatron.launch.command_line.spec import HostLimits, LaunchSpec
 from recover_megatron.launch.messages import count
 from recover_megatron.network import death_notice, system
 from recover_megatron.options import Flag, add_options
@@ -66,17 +56,18 @@ TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama
 """Tokenizers whose model is a file."""
 
 
-def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
-    """Return the mistakes in the flags of a training of ``world`` workers; each line states what to change."""
-    megatrons, recover = is_megatrons(script), "--recover" in script_args
-    if {"--help", "-h", "--version"} & set(script_args) or not (megatrons or recover):
+def check(spec: LaunchSpec) -> list[str]:
+    """Return the mistakes in the flags of a training; each line states what to change."""
+    script, world = spec.script, spec.world_size
+    megatrons, recover = script.takes_megatron_flags, "--recover" in script.args
+    if {"--help", "-h", "--version"} & set(script.args) or not (megatrons or recover):
         return []
-    found = [*_names(script_args), *_values(script_args, world)]
+    found = [*_names(script.args), *_values(script, world)]
     if not megatrons:
         return found
-    found += [*_layout(script_args, world), *_data(script_args, Path(script).stem.startswith("pretrain_"))]
-    if is_known(script, script_args):
-        found += [*_stray_words(script_args), *_numbers(script_args, world)]
+    found += [*_layout(spec), *_data(script)]
+    if script.is_known:
+        found += [*_stray_words(script.args), *_numbers(script, world)]
     return found
 
 
@@ -110,23 +101,26 @@ def _stray_words(script_args: Sequence[str]) -> list[str]:
     return found
 
 
-def _values(script_args: Sequence[str], world: int) -> list[str]:
-    found = []
-    for flag in FLAGS:  # parse each flag separately, so that all mistakes are reported
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        add_options(parser, [flag])
-        try:
-            parser.parse_known_args(list(script_args))
-        except argparse.ArgumentError as error:
-            found.append(_in_words(flag, str(error)))
-    if found:
-        return found
-    config = config_from_argv(script_args)
+def _values(script: Script, world: int) -> list[str]:
+    if not script.readable:  # parse each flag separately, so that all mistakes are reported
+        return [mistake for flag in FLAGS if (mistake := _mistake(flag, script.args))]
+    config = script.recover
     if config.enabled:
-        return [*problems(config), *_faults(config, world), *_metrics(config), *_log_dir(script_args)]
+        return [*problems(config), *_faults(config, world), *_metrics(config), *_log_dir(script)]
     if config.inject is not None:
         return ["--recover-inject needs --recover: without it no fault is injected, and the run survives no death"]
     return []
+
+
+def _mistake(flag: Flag, script_args: Sequence[str]) -> str:
+    """Return why the value of ``flag`` cannot be parsed; empty if it can."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_options(parser, [flag])
+    try:
+        parser.parse_known_args(list(script_args))
+    except argparse.ArgumentError as error:
+        return _in_words(flag, str(error))
+    return ""
 
 
 def _in_words(flag: Flag, error: str) -> str:
@@ -138,9 +132,9 @@ def _in_words(flag: Flag, error: str) -> str:
     return text.replace("expected one argument", f"needs a value, {flag.name} {flag.option.metavar or 'WORD'}")
 
 
-def _log_dir(script_args: Sequence[str]) -> list[str]:
+def _log_dir(script: Script) -> list[str]:
     # Check the flag only, not the environment variable, which the launcher sets itself.
-    folders = given_flags(script_args, ["--recover-log-dir"]).get("--recover-log-dir", [])[-1:]
+    folders = script.given.get("--recover-log-dir", [])[-1:]
     found = [(folder, why_not_written(Path(folder))) for folder in folders]
     return [f"--recover-log-dir {folder} cannot be written ({why}): choose another" for folder, why in found if why]
 
@@ -161,15 +155,17 @@ def _metrics(config: RecoverConfig) -> list[str]:
     return [f"{flag} needs the Python package prometheus-client: pip install 'recover-megatron[metrics]'"]
 
 
-def _layout(script_args: Sequence[str], world: int) -> list[str]:
-    given = given_flags(script_args, [*SIZES.values(), EXPERT, EXPERT_TENSOR, *SIZES_ELSEWHERE])
+def _layout(spec: LaunchSpec) -> list[str]:
+    script, world = spec.script, spec.world_size
+    if script.sizes_elsewhere:
+        return []
     try:
-        sizes = {name: int(given[name][-1]) for name in SIZES.values() if name in given}
-        expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in (EXPERT, EXPERT_TENSOR))
-    except (ValueError, IndexError):
+        sizes = {name: script.number(name, 1) for name in SIZES.values() if name in script.given}
+        expert, expert_tensor = script.number(EXPERT, 0), script.number(EXPERT_TENSOR, 0)
+    except ValueError:
         return []  # ``_numbers`` reports the invalid number
     replica = prod(sizes.values())
-    if any(name in given for name in SIZES_ELSEWHERE) or replica < 1 or expert < 0 or expert_tensor < 0:
+    if replica < 1 or expert < 0 or expert_tensor < 0:
         return []
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     change = "start a multiple of that number (recover-run --nproc-per-node, --nnodes) or change these sizes"
@@ -180,11 +176,10 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
     if (expert > 1 or expert_tensor) and world % experts:
         of = f"EP {max(1, expert)}" + (f", {EXPERT_TENSOR} {expert_tensor}" if expert_tensor else "")
         return [f"{world} workers cannot form complete sets of experts, of {experts} workers ({of}): {change}"]
-    try:
-        config, training = config_from_argv(script_args), training_of(script_args, world)
-    except (UserError, ValueError, IndexError):
+    config, training = script.recover, spec.training
+    if training is None:
         return []  # ``_numbers`` or ``_values`` reports the mistake
-    replicas = max(1, world // (replica * (training.inner_ranks if training else 1)))
+    replicas = max(1, world // (replica * training.inner_ranks))
     if config.enabled and config.min_replicas > replicas:
         return [
             f"--recover-min-replicas {config.min_replicas}: this run has {replicas} replicas at its launch ({world} "
@@ -198,15 +193,15 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
     return []
 
 
-def _numbers(script_args: Sequence[str], world: int) -> list[str]:
+def _numbers(script: Script, world: int) -> list[str]:
     """Return mistakes in numbers, which Megatron would report late: after its import, or after it has built the model.
 
     A number is not checked if another flag may make Megatron use a different number; Megatron repeats all checks.
     """
     alone = ("--save", "--save-interval", "--train-iters", "--train-samples", "--skip-train")
-    given = given_flags(script_args, [*NUMBERS, *alone, *SIZES_ELSEWHERE])
-    if any(name in given for name in SIZES_ELSEWHERE):
+    if script.sizes_elsewhere:
         return []
+    given = {name: script.given[name] for name in (*NUMBERS, *alone) if name in script.given}
     found: list[str] = []
     number: dict[str, int] = {}
     for name, words in given.items():
@@ -230,7 +225,7 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         (EXPERTS, f"{EXPERT} {expert}", expert),
     ]
     for name, whole, divisor in least:
-        others = any(word.startswith("-") and re.search(OTHER_NUMBERS[name], word) for word in script_args)
+        others = any(word.startswith("-") and re.search(OTHER_NUMBERS[name], word) for word in script.args)
         if name in number and divisor > 0 and number[name] % divisor and not others:
             found.append(f"{name} {number[name]} is not a multiple of {whole}: change one of them")
     if ranks * context % max(1, number.get(INSTANCES, 1)):
@@ -245,10 +240,10 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
     return found
 
 
-def _data(script_args: Sequence[str], needs: bool) -> list[str]:
-    """Return missing files and data; ``needs``: True if the script can only train on Megatron's data sets."""
-    others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
-    given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
+def _data(script: Script) -> list[str]:
+    """Return missing files and data."""
+    given = script.given
+    needs = Path(script.target).stem.startswith("pretrain_")  # other scripts may have data of their own
     found = _tokenizer(given) + [
         f"{name} {path}: no such file"
         for name in FILES
@@ -284,7 +279,7 @@ def _blend(paths: Sequence[str]) -> list[str]:
         return []
 
 
-def _tokenizer(given: dict[str, list[str]]) -> list[str]:
+def _tokenizer(given: Mapping[str, Sequence[str]]) -> list[str]:
     kind, path = ((given.get(name) or [""])[-1] for name in (TOKENIZER, TOKENIZER_MODEL))
     missing = path and kind in TOKENIZER_FILES and not Path(path).is_file()
     if kind == "HuggingFaceTokenizer":  # a value that is no path is the name of a model
@@ -297,10 +292,10 @@ GPUS = "/dev/nvidia[0-9]*"
 GPUs.  A container may have GPUs without GPU 0."""
 
 
-def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
-    """Return a reason if this node is known to have fewer GPUs than ``here`` workers and spares; else an empty list."""
-    gpus = 0 if _on_cpus(script_args) else count_gpus(environ)
-    if not is_megatrons(script) or not 0 < gpus < here:
+def devices(spec: LaunchSpec) -> list[str]:
+    """Return a reason if this node is known to have fewer GPUs than workers and spares; else an empty list."""
+    gpus, here = 0 if _on_cpus(spec.script) else count_gpus(spec.environ), spec.processes_here
+    if not spec.script.takes_megatron_flags or not 0 < gpus < here:
         return []
     return [
         f"{count(here)} on this node, including spares, but it has {count(gpus, 'GPU', 'GPUs')}: lower "
@@ -308,8 +303,8 @@ def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping
     ]
 
 
-def _on_cpus(script_args: Sequence[str]) -> bool:
-    device = given_flags(script_args, ["--recover-device"]).get("--recover-device")
+def _on_cpus(script: Script) -> bool:
+    device = script.given.get("--recover-device")
     without = device == ["cpu"] or any("+cpu" in one.version for one in importlib.metadata.distributions(name="torch"))
     return without or not glob.glob(GPUS)
 
@@ -339,23 +334,21 @@ class Limits:
     counted: str
 
 
-def limits(script: str, script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str]) -> Limits | None:
-    """Check this host's limits for ``here`` of ``world`` workers, including spares; None if the needs are not known."""
-    if not is_megatrons(script) or "--recover" not in script_args:
+def limits(spec: LaunchSpec) -> Limits | None:
+    """Compare this host's limits with the needs of its workers, including spares; None if either is not known."""
+    script, here = spec.script, spec.processes_here
+    if spec.limits is None or not script.takes_megatron_flags or "--recover" not in script.args:
         return None
     try:
-        needs = needs_of(script_args, world, here, environ, cpu=_on_cpus(script_args))
-    except (ValueError, IndexError):
+        needs = needs_of(script, spec.world_size, here, spec.environ, cpu=_on_cpus(script))
+    except ValueError:
         return None  # ``check`` or Megatron reports the mistake
-    return compare(
-        needs, count(here), system.open_files(), system.task_limits(), system.longest_file(), system.shared_memory()
-    )
+    return compare(needs, count(here), spec.limits)
 
 
-def compare(
-    needs: Needs, workers: str, files: int, tasks: Sequence[system.TaskLimit], longest: int | None, shared: int
-) -> Limits:
-    """Compare ``needs`` with this host's limits, read by ``network.system``; ``workers``: for example "2 workers"."""
+def compare(needs: Needs, workers: str, limits: HostLimits) -> Limits:
+    """Compare ``needs`` with the limits of a host; ``workers``: for example "2 workers"."""
+    files, longest, shared = limits.files, limits.longest, limits.shared
     reasons: list[str] = []
     notes: list[str] = []
     if files < needs.files:
@@ -365,7 +358,7 @@ def compare(
             f"connections: run ulimit -n {enough} before recover-run (if that is not permitted: docker --ulimit "
             f"nofile={enough}, LimitNOFILE={enough} of systemd)"
         )
-    for limit in tasks:
+    for limit in limits.tasks:
         if limit.most - limit.used < needs.tasks:
             never = limit.most < needs.least_tasks
             (reasons if never else notes).append(
@@ -383,7 +376,7 @@ def compare(
             f"/dev/shm has {_mib(shared)} left, but the batches of loaders may need {_mib(needs.shared)}: enlarge "
             "it (docker --shm-size, an emptyDir of medium Memory in Kubernetes), or use --num-workers 0"
         )
-    few = min((limit.most - limit.used for limit in tasks), default=None)
+    few = min((limit.most - limit.used for limit in limits.tasks), default=None)
     return Limits(
         reasons,
         notes,

@@ -1,11 +1,11 @@
 """Candidate coordinators that this launcher hosts, and the launcher's session with the run's coordinator.
 
 On one node, the launcher starts two candidate coordinators on loopback: if one is killed, the workers connect to the
-other.  On several nodes, three launchers start one candidate each (plan.py).  A launcher that joins a run also starts a
-candidate, because all candidates of the launch may be lost later; the coordinator announces the new candidate
-(membership/admission.py).  A launcher passes the addresses and the job's secret to its workers, and is the node agent
-of its node: it reports how its workers end, and kills workers that the coordinator evicts.  Scripts that never open a
-session with the coordinator are not affected by it.
+other.  On several nodes, three launchers start one candidate each (``LaunchSpec.candidate_nodes``).  A launcher that
+joins a run also starts a candidate, because all candidates of the launch may be lost later; the coordinator announces
+the new candidate (membership/admission.py).  A launcher passes the addresses and the job's secret to its workers, and
+is the node agent of its node: it reports how its workers end, and kills workers that the coordinator evicts.  Scripts
+that never open a session with the coordinator are not affected by it.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in order of preference
     RECOVER_SECRET        the job's secret: the user's, or a random one for this launch
@@ -21,21 +21,18 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.plan import (
+from recover_megatron.launch.command_line.spec import LaunchSpec
+from recover_megatron.launch.nodes.addresses import (
     LOOPBACK,
     Address,
     Candidates,
-    LaunchPlan,
-    addresses_of,
-    interfaces,
     join_addresses,
     listen,
     local_address,
@@ -58,7 +55,6 @@ from recover_megatron.variables import (
     HOST_VARIABLE,
     LAUNCH_ID_VARIABLE,
     NODE_VARIABLE,
-    SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
 )
 
@@ -98,23 +94,6 @@ def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple
     return listened, None
 
 
-def has_secret(environ: Mapping[str, str]) -> bool:
-    return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
-
-
-def own_address(host: str) -> str:
-    """Return the address that the name ``host`` has on this host's interfaces, except loopback.
-
-    Return ``host`` itself unless the name has several addresses, exactly one of which is such an address.
-    """
-    try:
-        addresses, found = addresses_of(host), interfaces()
-    except (OSError, UnicodeError):
-        return host
-    own = [address for address in addresses if found.get(address, found.get(LOOPBACK)) != found.get(LOOPBACK)]
-    return own[0] if len(own) == 1 < len(addresses) else host
-
-
 def _own_address(others: Sequence[Address]) -> str:
     """Return this host's address on the route to the first of ``others`` that has a route.  Raises OSError if none."""
     for other in others[:-1]:
@@ -145,9 +124,7 @@ class ControlPlane:
     All callbacks are called by the event loop, in the main thread.
     """
 
-    _plan: LaunchPlan
-    _inherited: Mapping[str, str]
-    """The launcher's environment."""
+    _plan: LaunchSpec
     _loop: EventLoop
     _say: Callable[[str], None]
     _orders: Orders
@@ -156,12 +133,12 @@ class ControlPlane:
     def __post_init__(self) -> None:
         plan = self._plan
         # All processes of a run must use the same timeouts, so they are read from the script's flags.
-        self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
+        self._settings = Settings.of(plan.script.times, start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._host_address = loopback()
         self._candidates: dict[Address, HostedCandidate] = {}
-        self._joins_as_candidate = bool(plan.joins)
+        self._joins_as_candidate = bool(plan.coordinators)
         """True while a launcher that joins a run may still start its candidate."""
         self.agent: NodeAgent | NoAgent = NoAgent()
         """Session of this launcher with the coordinator; ``NoAgent`` before ``open``."""
@@ -175,8 +152,8 @@ class ControlPlane:
         if the user's secret is not valid, OSError if a process or socket cannot be created.
         """
         plan = self._plan
-        generated = {} if has_secret(self._inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
-        self._environment = environment = {**self._inherited, **generated, LAUNCH_ID_VARIABLE: plan.launch_id}
+        generated = {} if plan.has_secret else {SECRET_VARIABLE: secrets.token_hex(32)}
+        self._environment = environment = {**plan.environ, **generated, LAUNCH_ID_VARIABLE: plan.launch_id}
         secret = find_secret(environment)
         addresses, listeners, host = self._places(candidates)
         self._host_address = host or self._host_address
@@ -186,7 +163,7 @@ class ControlPlane:
             secret,
             _InMainThread(self._loop, self._orders, self._say, self._may_host),
             self._settings,
-            late=bool(plan.joins),
+            late=bool(plan.coordinators),
         )
         witness, lease = (candidates.witness, candidates.lease) if candidates else (None, None)
         try:
@@ -206,8 +183,8 @@ class ControlPlane:
         """Return the addresses of all candidates; the number and socket of each candidate of this launcher; and this
         host's address for other nodes (None: workers use the default)."""
         plan = self._plan
-        if plan.joins:
-            return plan.joins, [], plan.node_address or _own_address(plan.joins)
+        if plan.coordinators:
+            return plan.coordinators, [], plan.node_address or _own_address(plan.coordinators)
         if candidates is None:
             host = self._host_address
             listeners = [(number, listen(host)) for number in range(HERE)]
@@ -326,7 +303,7 @@ class ControlPlane:
         listened = announced = False
         while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
             with suppress(OSError):  # the log folder cannot be read
-                listened, self.found_ended = recorded(folder, self._plan.joins) if folder else (False, None)
+                listened, self.found_ended = recorded(folder, self._plan.coordinators) if folder else (False, None)
             refused, begun = agent.refused_seconds, listened or agent.attached
             if self.found_ended is None and begun and refused >= patience:
                 gone = f"no process has listened at the coordinators' addresses for {patience:g} s; if the run uses "

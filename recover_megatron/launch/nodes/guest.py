@@ -15,16 +15,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from recover_megatron.launch.command_line.plan import (
-    Candidates,
-    LaunchPlan,
-    OwnPlace,
-    address_from,
-    join_addresses,
-    listen,
-)
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.messages import SHARE_A_SECRET, continues_without
 from recover_megatron.launch.nodes import leasing
+from recover_megatron.launch.nodes.addresses import Candidates, OwnPlace, address_from, join_addresses, listen
 from recover_megatron.launch.nodes.host import LOST_SECONDS
 from recover_megatron.launch.nodes.leasing import lease_path, try_lease
 from recover_megatron.launch.nodes.store import (
@@ -53,7 +47,7 @@ explain why this node is refused."""
 class Guest:
     """Store protocol on a node other than 0.  Call ``run`` in a separate thread; ``say`` is thread-safe."""
 
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     _seal: Seal
     _events: NodeEvents
     _tell: Callable[..., None]
@@ -165,7 +159,7 @@ class Guest:
         """
         plan = self._plan
         job = self._job(store)
-        own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
+        own = OwnPlace(plan.node_address, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
         if plan.fault_tolerant:
             with contextlib.suppress(OSError):  # no such address here (NAT): then node 0 notices a loss later
                 self._door = listen(own.host)
@@ -353,7 +347,7 @@ class Guest:
         store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
 
-def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:
+def _disagreement(plan: LaunchSpec, job: dict[str, Any]) -> str | None:
     if job.get("refused"):
         return f"node 0 cannot start: {job['refused']}"
     found = []

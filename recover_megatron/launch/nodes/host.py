@@ -12,9 +12,10 @@ from datetime import timedelta
 from typing import Any
 
 from recover_megatron.launch.command_line.forecast import LOSSES, of_launch
-from recover_megatron.launch.command_line.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.messages import SHARE_A_SECRET, continues_without, spared
 from recover_megatron.launch.nodes import leasing
+from recover_megatron.launch.nodes.addresses import Address, Candidates, OwnPlace, address_from
 from recover_megatron.launch.nodes.leasing import AUTO, OFF, LeaseTrial, lease_path
 from recover_megatron.launch.nodes.store import (
     BEAT_SECONDS,
@@ -50,7 +51,7 @@ class _Member:
 class Host:
     """Store protocol on node 0; call ``run`` in a separate thread."""
 
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     _store: Store
     _seal: Seal
     _events: NodeEvents
@@ -59,7 +60,6 @@ class Host:
     """Callback that calls ``announce_end`` in another thread."""
 
     def __post_init__(self) -> None:
-        self._hosting = hosting(self._plan)  # computed once: slow with thousands of nodes
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
         """Rank -> state, for each node that has joined the launch and has not reported the ends of its workers."""
@@ -121,7 +121,7 @@ class Host:
             "nnodes": plan.nnodes,
             "nproc_per_node": plan.nproc_per_node,
             "control_plane": plan.control_plane,
-            "candidates": self._hosting,
+            "candidates": self._plan.candidate_nodes,
             "run_id": plan.run_id,
             "attempt": plan.attempt,
             "without": plan.without,
@@ -224,7 +224,7 @@ class Host:
         if reason := message.get("refusal"):
             text = f"the launcher of node {rank} on host {message['host']} was refused: {reason}"
             return self._end(text + "; the launch cannot be complete", LAUNCH_FAILED)
-        if plan.control_plane and rank in self._hosting:
+        if plan.control_plane and rank in self._plan.candidate_nodes:
             self._candidates[rank] = address_from(message["coordinator"])
             self._looks[rank] = message.get("lease")
         self._places[rank] = message.get("witness")
@@ -235,7 +235,9 @@ class Host:
             self._tell(self._events.welcomed, rank, address_from(door))
         self._put(f"welcome/{rank}", {"nonce": message["nonce"]})
         # A witness must know all nodes: if there may be one, wait for all nodes, else only for nodes with candidates.
-        awaited = self._missing if self._places.get(0, {}).get("kind") else {*self._hosting} & self._missing
+        awaited = (
+            self._missing if self._places.get(0, {}).get("kind") else {*self._plan.candidate_nodes} & self._missing
+        )
         if plan.control_plane and not awaited and not self._announced and not self._announce_candidates():
             return False
         if not self._missing:
@@ -255,12 +257,14 @@ class Host:
     def _announce_candidates(self) -> bool:
         """Announce the candidates, the lease and the witness; return False if that fails and the launch ends."""
         try:
-            own = OwnPlace(self._plan, next(iter(self._candidates.values())), 0 in self._hosting)
+            own = OwnPlace(
+                self._plan.node_address, next(iter(self._candidates.values())), 0 in self._plan.candidate_nodes
+            )
         except OSError as error:
             return self._end(f"no coordinator can listen on node 0: {one_line(error)}", LAUNCH_FAILED)
         if own.address is not None:
             self._candidates[0] = own.address
-        addresses = [self._candidates[rank] for rank in self._hosting]
+        addresses = [self._candidates[rank] for rank in self._plan.candidate_nodes]
         assert self._trial is not None
         why_not = self._trial.end(self._looks)
         if why_not and self._plan.lease not in (AUTO, OFF):

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from recover_megatron.arguments import config_or_defaults, metrics_address
-from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
+from recover_megatron.arguments import metrics_address
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.workers.loop import EventLoop, Timer
 from recover_megatron.launch.workers.processes import Child, program, spawn
 from recover_megatron.launch.workers.states import has_ended
@@ -187,9 +187,7 @@ class ExporterProcess:
     The exporter runs only on the node whose candidate leads first.
     """
 
-    _plan: LaunchPlan
-    _inherited: Mapping[str, str]
-    """The launcher's environment."""
+    _plan: LaunchSpec
     _loop: EventLoop
     _say: Callable[[str], None]
     _process: Child | None = None
@@ -203,7 +201,7 @@ class ExporterProcess:
         ``variables``: the workers' variables with the coordinators' addresses and the secret.
         """
         plan = self._plan
-        here = not plan.joins and plan.node_rank == hosting(plan)[0]
+        here = not plan.coordinators and plan.node_rank == plan.candidate_nodes[0]
         if not here or not (flags := _flags(plan)):
             return
         if plan.log_dir is None:
@@ -212,7 +210,7 @@ class ExporterProcess:
         command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
         end, self._to = os.pipe()
         command += ["--coordinators", variables[COORDINATOR_VARIABLE], "--end-fd", str(end)]
-        environment = {**self._inherited, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
+        environment = {**plan.environ, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
         try:
             errors = sys.stderr.fileno()
             started = spawn(command, environment, errors, errors, inherit=[end], deaf=True)
@@ -244,9 +242,9 @@ class ExporterProcess:
         self._process = None
 
 
-def _flags(plan: LaunchPlan) -> list[str]:
+def _flags(plan: LaunchSpec) -> list[str]:
     """Return the exporter's flags; empty if no metrics or events are requested."""
-    config = config_or_defaults(plan.script_args)
+    config = plan.script.recover
     flags = []
     if config.metrics:
         host, port = metrics_address(config.metrics)

@@ -12,7 +12,6 @@ report the same system.  Node 0 sends all names to the candidates.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.membership.io.lease import publish
 from recover_megatron.membership.io.testimony import ACCOUNT, KUBERNETES, SLURM, SOURCES, NoAnswer, Scope
 
@@ -28,7 +27,7 @@ AUTO, OFF = "auto", "off"
 TRY_SECONDS = 5.0
 
 
-def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
+def lease_path(plan: LaunchSpec, run_id: str) -> Path | None:
     """Return the common prefix of the paths of the lease's files on this node; None if the launch has no lease."""
     if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
         return None
@@ -36,12 +35,12 @@ def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
     return place.with_name(f"{place.name}-{run_id}")
 
 
-def slack_of(plan: LaunchPlan) -> int:
+def slack_of(plan: LaunchSpec) -> int:
     """Return the largest difference between the numbers of workers of two live nodes (``leadership.permission``)."""
     return plan.nproc_per_node - 1 + plan.spares
 
 
-def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
+def try_lease(plan: LaunchSpec, run_id: str) -> dict[str, str]:
     """Test the lease on a node other than 0; return its report to node 0: {"word": ...} or {"reason": ...}."""
     path = lease_path(plan, run_id)
     if path is None:
@@ -57,14 +56,14 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
     return _within(attempt)
 
 
-def why_no_lease(plan: LaunchPlan) -> str:
+def why_no_lease(plan: LaunchSpec) -> str:
     return "--lease off" if plan.lease == OFF else "no --log-dir"
 
 
 class LeaseTrial:
     """Test of the lease on node 0; other nodes call ``try_lease``."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchSpec) -> None:
         """Write a random word to the storage, waiting at most ``TRY_SECONDS`` seconds."""
         self._plan = plan
         self._path = lease_path(plan, plan.run_id)
@@ -144,7 +143,7 @@ def place_of(kind: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> 
         return ""
 
 
-def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def look_for_witness(plan: LaunchSpec) -> dict[str, str]:
     """Return this node's report to node 0: the witness's kind and this node's name, or why there is no witness.
 
     Takes a few seconds at most.
@@ -153,10 +152,10 @@ def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) 
     if plan.witness == OFF:
         return own
     kinds = [SLURM, KUBERNETES] if plan.witness == AUTO else [plan.witness]
-    kind, place = next(((kind, place) for kind in kinds if (place := place_of(kind, environ))), ("", ""))
+    kind, place = next(((kind, place) for kind in kinds if (place := place_of(kind, plan.environ))), ("", ""))
     if not kind:
         return own if plan.witness == AUTO else {**own, "reason": f"no variable gives its name in {CALLED[kinds[0]]}"}
-    if plan.node_rank in hosting(plan):
+    if plan.node_rank in plan.candidate_nodes:
         try:
             known = SOURCES[kind]().look([place])
         except NoAnswer as error:
@@ -166,7 +165,7 @@ def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) 
     return {**own, "kind": kind, "place": place}
 
 
-def agree_on_witness(plan: LaunchPlan, reports: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
+def agree_on_witness(plan: LaunchSpec, reports: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
     """Return, from all nodes' reports, the scope of the witness for the candidates, and a log line (may be empty).
 
     The scope is None if there is no witness; the line then gives the reason, if one is known.  If the user has

@@ -26,9 +26,9 @@ the store can only delay a launch.
 A node that disagrees with ``job`` is refused before it starts a worker.  If node 0 still waits for that node, the
 launch can never be complete, so node 0 ends it.  A launcher that has refused its command line also notifies the others
 (``tell_refusal``): node 0 by ``refused`` in ``job``, another node by its refusal in node/R.  Each node of
-``candidates`` reports the address of its coordinator (plan.py); no worker starts before all nodes know these addresses.
-Node 0 keeps the store up until every node has reported the ends of its workers, or its count has not grown for
-LOST_SECONDS.
+``candidates`` reports the address of its coordinator (addresses.py); no worker starts before all nodes know these
+addresses.  Node 0 keeps the store up until every node has reported the ends of its workers, or its count has not grown
+for LOST_SECONDS.
 
 At the start, which needs all nodes, a loss must be noticed sooner.  So launchers also hold connections (``Line``):
 node 0 to the door (a listening socket) of each other node, and each other node to the store of node 0.
@@ -49,8 +49,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from recover_megatron.arguments import times_from_argv
-from recover_megatron.launch.command_line.plan import Address, Candidates, LaunchPlan
+from recover_megatron.launch.command_line.spec import LaunchSpec
+from recover_megatron.launch.nodes.addresses import Address, Candidates
 from recover_megatron.launch.nodes.guest import Guest
 from recover_megatron.launch.nodes.host import LOST_SECONDS, WAITING_SECONDS, Host
 from recover_megatron.launch.nodes.store import Seal, Store, join_store, one_line, serve_store
@@ -72,7 +72,7 @@ REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
 for the complete notification."""
 
 
-def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
+def tell_refusal(plan: LaunchSpec, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
     """Notify the other launchers that this launcher does not join; else they would wait until the rendezvous timeout.
 
     ``listener``: the store's socket, on node 0; None on another node, which notifies node 0, so that node 0 ends the
@@ -164,7 +164,7 @@ class Peers:
     """
 
     _loop: EventLoop
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     secret: InitVar[Secret | None]
     """Secret of the job; None if the launchers share none."""
     _listener: socket.socket | None
@@ -183,7 +183,7 @@ class Peers:
         self._lost: set[int] = set()
         self._gone: set[int] = set()
         """Nodes whose connections (``Line``) have ended, so that no message reaches them."""
-        self._silence = Settings.of(times_from_argv(plan.script_args)).heartbeat_timeout
+        self._silence = Settings.of(plan.script.times).heartbeat_timeout
         self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
         self._timer: Timer | None = None

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from recover_megatron.launch.command_line.plan import BACKLOG, Address, Candidates
+from recover_megatron.launch.nodes.addresses import BACKLOG, Address, Candidates
 from recover_megatron.launch.workers.states import ExitOutcome
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network import connection

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.plan import LaunchPlan
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.device_test import DeviceTests
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.workers.loop import EventLoop
@@ -49,9 +49,9 @@ the same way."""
 JOIN_SECONDS = 60.0
 
 
-def launched(plan: LaunchPlan) -> list[WorkerProcess]:
+def launched(plan: LaunchSpec) -> list[WorkerProcess]:
     """Return the workers with which this node starts; empty for a launcher that joins a run."""
-    if plan.joins:
+    if plan.coordinators:
         return []
     workers = [_worker(plan, plan.worker_id(n), n, plan.worker_id(n)) for n in range(plan.nproc_per_node)]
     if plan.node_rank == plan.nnodes - 1:
@@ -62,7 +62,7 @@ def launched(plan: LaunchPlan) -> list[WorkerProcess]:
     return workers
 
 
-def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) -> list[WorkerProcess]:
+def joined(plan: LaunchSpec, taken: frozenset[int], draw: Callable[[int], int]) -> list[WorkerProcess]:
     """Return the workers of a launcher that joins a run.
 
     ``taken``: ids that are in use; ``draw(n)`` returns a random number below n.
@@ -77,7 +77,7 @@ def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) 
 class Replacements:
     """Decides whether a worker that has ended is replaced, and with which id."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchSpec) -> None:
         self._plan = plan
         self._started = 0
         self._words = ""
@@ -116,7 +116,7 @@ class Replacements:
             self.kept = True
             return None
         number = plan.world_size + plan.spares + self._started * plan.nnodes + plan.node_rank
-        if plan.joins:
+        if plan.coordinators:
             number = first_joined + plan.nproc_per_node + self._started
         self._started += 1
         successor = _worker(plan, number, worker.local_rank, worker.rank)
@@ -124,7 +124,7 @@ class Replacements:
         return successor
 
 
-def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None) -> WorkerProcess:
+def _worker(plan: LaunchSpec, worker_id: int, local_rank: int, rank: int | None) -> WorkerProcess:
     log = str(path) if (path := plan.log_file(worker_id)) else None
     return WorkerProcess(
         WorkerId(worker_id), None, plan.host, WorkerState.STARTING, plan.node_rank, local_rank, log=log, rank=rank
@@ -135,7 +135,7 @@ def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None)
 class Successors:
     """Starts the replacement workers of this launcher, after their devices have passed the test."""
 
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     _loop: EventLoop
     _table: WorkerTable
     _say: Callable[[str], None]
@@ -148,7 +148,7 @@ class Successors:
         self._replacements = Replacements(self._plan)
         self._stopped = False
         self._waiting: list[WorkerProcess] = []
-        self._tests = DeviceTests(self._loop, self._plan.device_test, self._plan.device_test_timeout)
+        self._tests = DeviceTests(self._loop, self._plan.device_test_argv, self._plan.device_test_timeout)
 
     def evict(self, worker_id: int) -> None:
         """Record that the coordinator has evicted ``worker_id``, so that it is not replaced."""
@@ -198,7 +198,7 @@ class Successors:
         if not worker.live:
             return
         try:
-            if self._plan.device_test:
+            if self._plan.device_test_argv:
                 self._tests.begin(environment, partial(self._tested, worker))
             else:
                 self._tested(worker, "")
@@ -236,7 +236,7 @@ class LateNewcomers:
     start.
     """
 
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     _loop: EventLoop
     _table: WorkerTable
     _control: ControlPlane

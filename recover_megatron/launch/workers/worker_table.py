@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch.command_line.plan import LaunchPlan
+from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.workers import processes
 from recover_megatron.launch.workers.dying import WRITES_CORE, Ending, ProcessWatch
 from recover_megatron.launch.workers.log_folder import LogFolder
@@ -47,7 +47,7 @@ class _Handles:
 class WorkerTable:
     """Records and processes of the workers that this launcher has started or is about to start."""
 
-    _plan: LaunchPlan
+    _plan: LaunchSpec
     _loop: EventLoop
     _console: Console
     _folder: LogFolder
@@ -115,11 +115,13 @@ class WorkerTable:
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
         """Start and watch the process of ``worker``.  Return its pid; raises OSError if it cannot be started."""
         log = self._folder.open_log(path) if (path := self._plan.log_file(worker.worker_id)) else None
-        newcomer = worker.worker_id >= self._plan.world_size and self._plan.is_megatrons
+        # A newcomer that runs Megatron with --recover prints the line that ``ConsoleFilter`` awaits.
+        prints = self._plan.fault_tolerant and self._plan.script.takes_megatron_flags
+        newcomer = worker.worker_id >= self._plan.world_size and prints
         notice = DeathWatch.make() if self._plan.control_plane else None
         watch = ProcessWatch(self._loop, partial(self._on_dying, worker), notice)
         streams, stdout, stderr = self._console.attach(
-            str(worker.worker_id), worker.worker_id, log, watch.fatal, newcomer=newcomer and not self._plan.joins
+            str(worker.worker_id), worker.worker_id, log, watch.fatal, newcomer=newcomer and not self._plan.coordinators
         )
         try:
             variables = notice.variables if notice is not None else {}

@@ -1,0 +1,126 @@
+"""Environment of the workers: torchrun's variables, and the variables by which recover-run describes the launch.
+
+Variables of the user that recovery cannot work with are removed or replaced (``variables.overrule``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from recover_megatron import variables
+from recover_megatron.launch.command_line.spec import LaunchSpec
+from recover_megatron.launch.nodes.addresses import local_address, loopback, variables_for
+from recover_megatron.launch.workers.states import WorkerProcess
+from recover_megatron.variables import (
+    HOST_VARIABLE,
+    JOIN_VARIABLE,
+    LAUNCH_ID_VARIABLE,
+    LOG_DIR_VARIABLE,
+    NCCL2_VARIABLE,
+    NODE_NAME_VARIABLE,
+    REPLACED_VARIABLE,
+    SPARE_VARIABLE,
+    WORKER_ID_VARIABLE,
+)
+
+
+def sets_omp_threads(plan: LaunchSpec) -> bool:
+    """Return True if the node has several workers and the user has not set OMP_NUM_THREADS, so 1 must be set."""
+    return plan.local_world_size > 1 and "OMP_NUM_THREADS" not in plan.environ
+
+
+def launch_environment(plan: LaunchSpec) -> dict[str, str]:
+    """Return the environment that all workers of this node share: the launcher's, and torchrun's and our variables."""
+    environment = dict(plan.environ)
+    for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE):
+        environment.pop(name, None)
+    environment |= {
+        NODE_NAME_VARIABLE: plan.node_name,
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_WORLD_SIZE": str(plan.local_world_size),
+        "GROUP_RANK": str(plan.node_rank),
+        "GROUP_WORLD_SIZE": str(plan.nnodes),
+        "ROLE_WORLD_SIZE": str(plan.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(plan.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "PYTHONUNBUFFERED": "1",
+        LAUNCH_ID_VARIABLE: plan.launch_id,
+    }
+    if plan.log_dir:
+        environment[LOG_DIR_VARIABLE] = str(plan.log_dir)
+    if sets_omp_threads(plan):
+        environment["OMP_NUM_THREADS"] = "1"
+    if plan.control_plane:  # set here: a script may create process groups before it calls this package
+        environment[NCCL2_VARIABLE] = environment.get(NCCL2_VARIABLE) or "0"
+    return environment
+
+
+def worker_variables(plan: LaunchSpec, worker: WorkerProcess, run_id: str) -> dict[str, str]:
+    """Return the environment variables that differ between workers, or are not known when the launch starts."""
+    rank, worker_id = str(worker.rank or 0), str(worker.worker_id)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": str(worker.local_rank),
+        "ROLE_RANK": rank,
+        "TORCHELASTIC_RUN_ID": run_id,
+        WORKER_ID_VARIABLE: worker_id,
+    }
+    if plan.max_restarts or plan.spares:
+        variables[REPLACED_VARIABLE] = "1"
+    if worker.worker_id >= plan.world_size:
+        variables |= {JOIN_VARIABLE: "1"}
+        if worker.rank is None and not plan.coordinators:
+            variables[SPARE_VARIABLE] = "1"
+    return variables
+
+
+@dataclass(eq=False)
+class WorkerEnvironment:
+    """Environment of the workers, created once per launch; call ``add`` with the control plane's variables first."""
+
+    _plan: LaunchSpec
+    _say: Callable[[str], None]
+    """Function that logs the chosen interface, and the user's variables that are removed or replaced."""
+
+    def __post_init__(self) -> None:
+        self._shared = launch_environment(self._plan)
+        self._overruled = variables.overrule(self._shared) if self._plan.control_plane else []
+        self._added: dict[str, str] = {}
+        self._network: dict[str, str] | None = None
+
+    def add(self, variables: Mapping[str, str]) -> None:
+        self._added |= variables
+
+    def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:
+        """Return the complete environment of ``worker``; ``run_id``: id of the run, the same on all nodes."""
+        if self._network is None:
+            for line in self._overruled:
+                self._say(line)
+            self._network = self._choose_interface()
+        own = worker_variables(self._plan, worker, run_id)
+        found = {**self._shared, **self._added, **own, **self._network}
+        if self._plan.elastic and JOIN_VARIABLE in own:  # init_process_group() must fail instead of waiting for ever
+            del found["MASTER_ADDR"], found["MASTER_PORT"]
+        return found
+
+    def _choose_interface(self) -> dict[str, str]:
+        """Return the variables that select the interface by which this host reaches the other hosts of the run."""
+        plan = self._plan
+        if plan.nnodes == 1 and not plan.coordinators:
+            return variables_for(loopback(), plan.environ)[0]
+        host = self._added.get(HOST_VARIABLE) or plan.node_address
+        if host is None:
+            host = plan.master_addr
+            if plan.node_rank > 0:
+                with contextlib.suppress(OSError):  # no route: the log line below reports the address
+                    host = local_address((plan.master_addr, plan.master_port))
+        variables, about = variables_for(host, plan.environ)
+        if about:
+            self._say(about)
+        return variables
