@@ -13,7 +13,6 @@ from recover_megatron.launch import messages
 from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.peers import Peers
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.processes import START_AGAIN
 from recover_megatron.launch.workers.states import (
     LAUNCH_FAILED,
@@ -27,6 +26,7 @@ from recover_megatron.launch.workers.states import (
 )
 from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
+from recover_megatron.network.event_loop import EventLoop
 
 OWN_END_SECONDS = 3.0
 """Seconds between a worker's exit with an error and the stop of the others, which can report errors meanwhile."""
@@ -150,7 +150,7 @@ class StartUp:
         wait = REFUSED_SECONDS if worker.exit_code == REFUSED else OWN_END_SECONDS
         if not victim:
             self._say(f"{text}; the training has not begun and needs this worker: all workers stop in {wait:g} s")
-        self._loop.call_later(wait, partial(self._fail, text))
+        self._loop.call_later(wait, self._fail, text)
 
     def _fail(self, text: str, code: int | None = None, again: bool = True, without: Sequence[int] = ()) -> None:
         """End the launch, or make all launchers start again; do nothing if the training has begun meanwhile.

@@ -22,14 +22,15 @@ import importlib
 import os
 import sys
 import tempfile
+from asyncio import TimerHandle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
-from recover_megatron.launch.workers.loop import EventLoop, Timer
 from recover_megatron.launch.workers.processes import Child, kill_group, spawn
 from recover_megatron.launch.workers.states import describe_end
+from recover_megatron.network.event_loop import EventLoop
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +133,7 @@ def command_of(given: tuple[str, ...], device: str, drivers: tuple[str, ...] = D
 @dataclass
 class _Test:
     output: IO[bytes]
-    timer: Timer
+    timer: TimerHandle
     then: Callable[[str], None]
     late: bool = False
 
@@ -153,7 +154,7 @@ class DeviceTests:
         """
         output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
         pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno(), deaf=True)
-        test = _Test(output, self._loop.call_later(self._seconds, lambda: self._late(test, pid)), then)
+        test: _Test = _Test(output, self._loop.call_later(self._seconds, lambda: self._late(test, pid)), then)
         Child(self._loop, (pid, pidfd), partial(self._ended, test), with_group=True)
 
     @staticmethod

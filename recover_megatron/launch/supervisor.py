@@ -25,7 +25,7 @@ from recover_megatron.launch.workers import successors
 from recover_megatron.launch.workers.dying import Ending
 from recover_megatron.launch.workers.environment import WorkerEnvironment, sets_omp_threads
 from recover_megatron.launch.workers.log_folder import FolderLock, LogFolder
-from recover_megatron.launch.workers.loop import EventLoop, LaunchSignals
+from recover_megatron.launch.workers.loop import LaunchSignals
 from recover_megatron.launch.workers.output import Console, flush
 from recover_megatron.launch.workers.processes import START_AGAIN, Subreaper, leave_out
 from recover_megatron.launch.workers.reaper import Reaper
@@ -41,6 +41,7 @@ from recover_megatron.launch.workers.successors import LateNewcomers, Successors
 from recover_megatron.launch.workers.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.records import SecretError
 from recover_megatron.network.death_notice import FATAL
+from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.variables import COORDINATOR_VARIABLE, FIRST_START_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 FAULT_SECONDS = 0.2
@@ -118,8 +119,7 @@ class Supervisor:
             try:
                 self._loop.run_once()
                 self._write_workers()
-                if self._subreaper.due:
-                    self._subreaper.reap()
+                self._subreaper.reap()
             except Exception:
                 if self._state not in (LaunchState.RUNNING, LaunchState.WAITING):
                     raise
@@ -250,7 +250,6 @@ class Supervisor:
         cause = self._table.close(worker)
         if worker.state is not WorkerState.FAILED and not cause.startswith(FATAL.decode()):
             cause = ""
-        self._subreaper.due = True
         if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
             self._start_up.worker_lost(worker, left_behind, cause)
         else:
@@ -355,9 +354,6 @@ class Supervisor:
 
     # --- stopping ---
 
-    def child_ended(self) -> None:
-        self._subreaper.due = True
-
     def pass_on(self, number: int) -> None:
         self._table.signal(self._table.running, number)
 
@@ -443,10 +439,10 @@ class Supervisor:
         self._folder.flush_logs()
         self._control.close()
         self._reaper.finish()
+        self._signals.give_back()  # from now on a signal terminates this process, which has no workers
         if code == START_AGAIN:
             if starts := [worker.started for worker in self._table.all if worker.started is not None]:
                 os.environ.setdefault(FIRST_START_VARIABLE, str(min(starts)))
-            self._loop.give_back_signals()  # from now on a signal terminates this process, which has no workers
             code = self._code or code  # ``stop_asked`` has changed the code if a signal has just arrived
         self._loop.close()
         return code

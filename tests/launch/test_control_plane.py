@@ -22,13 +22,13 @@ from recover_megatron.launch.nodes import control_plane
 from recover_megatron.launch.nodes.addresses import Address, listen
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.hosted import HostedCandidate
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.processes import spawn
 from recover_megatron.launch.workers.states import ExitOutcome, exit_code_after
 from recover_megatron.membership.events import Connected, Lost
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, Settings
 from recover_megatron.membership.sides.node_agent import NodeAgent
 from recover_megatron.membership.wire import Secret
+from recover_megatron.network.event_loop import EventLoop
 from tests.harness.processes import children, closed_port, command_line
 from tests.harness.waiting import DEADLINE, eventually
 

@@ -18,9 +18,9 @@ from recover_megatron.launch.nodes.addresses import interface_of, interfaces, lo
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.workers import successors
 from recover_megatron.launch.workers.environment import WorkerEnvironment
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.membership.__main__ import address_of, make_listener
 from recover_megatron.network.connection import family_of
+from recover_megatron.network.event_loop import EventLoop
 from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts

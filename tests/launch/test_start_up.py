@@ -21,10 +21,10 @@ from recover_megatron.launch.nodes.peers import Line
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.launch.workers import processes, successors
 from recover_megatron.launch.workers.environment import launch_environment
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.processes import START_AGAIN, spawn
 from recover_megatron.launch.workers.states import ExitOutcome, run_exit_code, start_exit_code
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost
+from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.variables import ATTEMPT_VARIABLE, WITHOUT_VARIABLE
 from tests.harness import REPOSITORY
 from tests.harness.processes import python

@@ -135,21 +135,22 @@ def test_what_a_worker_has_said_is_heard_before_its_launchers_word_that_it_is_dy
     records: list[Mapping[str, Any]] = []
     server = CoordinatorServer(Coordinator(2, PATIENT, salt=1, now=time.monotonic()), listener, SECRET, records.append)
     codes, held, waiting = list[int](), threading.Event(), threading.Event()
-    select = server._selector.select
+    selector = server._loop.selector
+    select = selector.select
 
-    def select_late(timeout: float) -> Any:
+    def select_late(timeout: float | None) -> Any:
         if not held.is_set():
-            return select(min(timeout, 0.01))
+            return select(0.01)
         waiting.set()
         worker, launcher = (server.coordinator.roster.workers[1].session, server.coordinator.roster.node_agents["n"])
-        wanted = [server._connections[number].sock for number in (launcher.session, worker)]
-        while not all(_pending(sock) for sock in wanted):
+        wanted = [server._connections[number].descriptor for number in (launcher.session, worker)]
+        while not all(_pending(descriptor) for descriptor in wanted):
             time.sleep(0.001)
         held.clear()
         ready = {key.fileobj: (key, mask) for key, mask in select(0)}
-        return [ready[sock] for sock in wanted]
+        return [ready[descriptor] for descriptor in wanted]
 
-    server._selector.select = select_late  # type: ignore[method-assign]
+    selector.select = select_late  # type: ignore[method-assign]
     serving = threading.Thread(target=lambda: codes.append(server.serve_forever()))
     serving.start()
     address = listener.getsockname()[:2]
@@ -172,5 +173,5 @@ def test_what_a_worker_has_said_is_heard_before_its_launchers_word_that_it_is_dy
     assert codes == [7]
 
 
-def _pending(sock: socket.socket) -> int:
-    return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), "little")
+def _pending(descriptor: int) -> int:
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), "little")

@@ -245,6 +245,25 @@ def test_a_coordinator_without_descriptors_does_not_spin_and_goes_on_later() -> 
     assert len([record for record in records if record["event"] == "accept_failed"]) <= 10
 
 
+class Faulty(Coordinator):
+    handled = 0
+
+    def handle(self, event: CoordinatorEvent, now: float) -> Any:
+        Faulty.handled += 1
+        raise ValueError("a fault")
+
+
+def test_a_coordinator_with_a_fault_decides_nothing_more_before_it_ends() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = CoordinatorServer(Faulty(1, Settings(), salt=1), listener, Secret(b"x" * 32), print)
+    for _ in range(2):
+        server.post(Tick())
+    with pytest.raises(ValueError, match="a fault"):
+        server.serve_forever()
+    server.close()
+    assert Faulty.handled == 1
+
+
 def test_a_process_of_a_run_may_have_as_many_files_as_its_host_allows() -> None:
     code = (
         "import resource; from recover_megatron.network.system import use_all_descriptors; use_all_descriptors();"

@@ -155,7 +155,7 @@ def test_views_do_not_pile_up_for_an_observer_that_does_not_read() -> None:
     server = CoordinatorServer(Coordinator(1, SETTINGS, salt=1), listener, secret, lambda record: None)
     with socket.create_connection(listener.getsockname()) as silent:
         while not server._connections:
-            server._accept(0)
+            server._accept()
         (number, connection), *_ = server._connections.items()
         large = {"type": "view", "workers": ["x" * 1000] * 1000}
         while not connection.queued:  # the kernel takes a few

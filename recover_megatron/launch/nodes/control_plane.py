@@ -40,7 +40,6 @@ from recover_megatron.launch.nodes.addresses import (
 )
 from recover_megatron.launch.nodes.hosted import CandidateCommand, HostedCandidate, Shared
 from recover_megatron.launch.nodes.leasing import lease_is_here, slack_of
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
@@ -50,6 +49,7 @@ from recover_megatron.membership.records import (
 )
 from recover_megatron.membership.sides.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.wire import find_secret
+from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.variables import (
     COORDINATOR_VARIABLE,
     HOST_VARIABLE,
@@ -108,13 +108,13 @@ class _InMainThread:
     def __init__(
         self, loop: EventLoop, orders: Orders, say: Callable[[str], None], may_host: Callable[..., None]
     ) -> None:
-        self.may_host = loop.from_thread(may_host)
-        self.evict = loop.from_thread(orders.evict)
-        self.epoch_wanted = loop.from_thread(orders.epoch_wanted)
-        self.epoch_formed = loop.from_thread(orders.epoch_formed)
-        self.noted = loop.from_thread(orders.noted)
-        self.draining = loop.from_thread(orders.draining)
-        self.said = loop.from_thread(say)
+        self.may_host = partial(loop.call_from_thread, may_host)
+        self.evict = partial(loop.call_from_thread, orders.evict)
+        self.epoch_wanted = partial(loop.call_from_thread, orders.epoch_wanted)
+        self.epoch_formed = partial(loop.call_from_thread, orders.epoch_formed)
+        self.noted = partial(loop.call_from_thread, orders.noted)
+        self.draining = partial(loop.call_from_thread, orders.draining)
+        self.said = partial(loop.call_from_thread, say)
 
 
 @dataclass(eq=False)
@@ -298,7 +298,7 @@ class ControlPlane:
         self._after(partial(self._wait_led, time.monotonic() + seconds), callback)
 
     def _wait_led(self, until: float) -> None:
-        agent, folder, say = self.agent, self._plan.log_dir, self._loop.from_thread(self._say)
+        agent, folder, say = self.agent, self._plan.log_dir, partial(self._loop.call_from_thread, self._say)
         patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # workers wait as long for a coordinator
         listened = announced = False
         while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
@@ -332,7 +332,7 @@ class ControlPlane:
         try:
             threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
         except RuntimeError:  # no thread can be started now: try again later
-            self._loop.call_later(AGAIN_SECONDS, lambda: self._after(wait, callback))
+            self._loop.call_later(AGAIN_SECONDS, self._after, wait, callback)
 
     def verdict(self) -> int | None:
         """Return the exit code that the coordinator decided for the run: 0 if the last members left normally.

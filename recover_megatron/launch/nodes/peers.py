@@ -43,6 +43,7 @@ import contextlib
 import socket
 import threading
 import time
+from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -54,10 +55,10 @@ from recover_megatron.launch.nodes.addresses import Address, Candidates
 from recover_megatron.launch.nodes.guest import Guest
 from recover_megatron.launch.nodes.host import LOST_SECONDS, WAITING_SECONDS, Host
 from recover_megatron.launch.nodes.store import Seal, Store, join_store, one_line, serve_store
-from recover_megatron.launch.workers.loop import EventLoop, Timer
 from recover_megatron.launch.workers.states import LAUNCH_FAILED, ExitOutcome
 from recover_megatron.membership.records import EXIT_NO_REPLICA, Settings, ranges
 from recover_megatron.membership.wire import Secret
+from recover_megatron.network.event_loop import EventLoop
 
 REPORT_SECONDS = 10.0
 """Longest time, in seconds, that a node other than 0 waits, before it exits, until its report is in the store."""
@@ -119,7 +120,7 @@ class Line:
             for option, value in options.items():
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._loop.call_from_thread(lambda: self._loop.watch(line.fileno(), partial(self._look, line)))
+            self._loop.call_from_thread(self._loop.add_reader, line, self._look, line)
 
     def _look(self, line: socket.socket) -> None:
         try:
@@ -128,7 +129,7 @@ class Line:
             ended = True
         except OSError as error:
             ended = isinstance(error, ConnectionResetError)
-        self._loop.unwatch(line.fileno())
+        self._loop.remove_reader(line)
         line.close()
         self._lost(ended)
 
@@ -186,11 +187,12 @@ class Peers:
         self._silence = Settings.of(plan.script.times).heartbeat_timeout
         self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
-        self._timer: Timer | None = None
+        self._timer: TimerHandle | None = None
         # These callbacks of NodeEvents are implemented by other methods or other objects.
         self.note, self.delivered = self._say, self._stop_waiting
         self.coordinators, self.failed = self._events.start_control_plane, self._events.stop_with_peers
         self.store_failed, self.run_continues = self._events.store_failed, self._events.run_continues
+        self._tell = self._loop.call_from_thread
         self._seal = Seal(secret)
         self._store: Store | None = None  # this reference keeps the server alive
         self._guest = Guest(plan, self._seal, self, self._tell)
@@ -268,7 +270,7 @@ class Peers:
             self._loop,
             door,
             self._silence,
-            lambda ended: self._loop.call_later(LAST_WORD_SECONDS, partial(lost, ended)),
+            partial(self._loop.call_later, LAST_WORD_SECONDS, lost),
         )
 
     def _line_ended(self, node_rank: int, ended: bool) -> None:
@@ -355,9 +357,6 @@ class Peers:
         thread = threading.Thread(target=target, daemon=True, name="recover-launch-store")
         thread.start()
         return thread
-
-    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
-        self._loop.call_from_thread(partial(callback, *arguments))
 
     def _tell_failure(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
         """Make all nodes end the launch with ``code``; may be called in any thread."""

@@ -20,10 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch.workers.loop import Callback, EventLoop
 from recover_megatron.launch.workers.states import describe_end, signal_name
 from recover_megatron.network.death_notice import FATAL, DeathWatch
+from recover_megatron.network.event_loop import EventLoop
 
+Callback = Callable[[], object]
 _PF_EXITING = 0x4  # include/linux/sched.h; in field 9 of /proc/PID/stat
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS, LOOKS_SECONDS = 0.0005, 0.05, 60.0
 """Polling of a process that handles a fatal signal: first pause, longest pause and total time, in seconds."""
@@ -187,4 +188,4 @@ class ProcessWatch:
             self._report(end)
         elif left > 0:
             longer = min(1.5 * pause, LONGEST_LOOK_SECONDS)
-            self._loop.call_later(pause, partial(self._look, longer, left - pause))
+            self._loop.call_later(pause, self._look, longer, left - pause)

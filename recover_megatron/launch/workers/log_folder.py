@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.output import LogFile
 from recover_megatron.launch.workers.states import WorkerProcess
 from recover_megatron.log_writer import PATIENCE_SECONDS, BackgroundWriter, flush_all
 from recover_megatron.membership.wire import SECRET_FILE
+from recover_megatron.network.event_loop import EventLoop
 
 LOCK_FILE = "launch.lock"
 ORDER_FILE = LOCK_FILE + ".order"
@@ -390,7 +390,7 @@ class LogFolder:
     ) -> None:  # fmt: skip
         """Write nothing yet.  ``lock``: of ``folder``; ``other_locks``: of other folders; ``say`` logs disk errors."""
         self._lock = lock
-        self._say = loop.from_thread(say)
+        self._say = partial(loop.call_from_thread, say)
         self._locks = [held for held in (lock, *other_locks) if held]
         self._logs: list[BackgroundWriter] = []
         self._workers_file = WorkersFile(folder, self._say) if folder else None

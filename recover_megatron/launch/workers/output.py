@@ -15,16 +15,16 @@ import select
 import sys
 import threading
 import time
+from asyncio import TimerHandle
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from recover_megatron.launch.workers.dying import FatalError
-from recover_megatron.launch.workers.loop import Callback, EventLoop, Timer
+from recover_megatron.launch.workers.dying import Callback, FatalError
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
+from recover_megatron.network.event_loop import EventLoop
 
 MOST_PENDING = 1024 * 1024
 """Bytes that may wait for the reader of the launcher's output; if more wait, the workers' pipes are not read."""
@@ -240,8 +240,7 @@ class Stream:
     """True if ``Console.read`` was called for this stream, so that the pipe may be read."""
     _held: bytes = b""
     _last: bytes = b""
-    _timer: Timer | None = None
-    _watched: bool = False
+    _timer: TimerHandle | None = None
 
     def __post_init__(self) -> None:
         os.set_blocking(self.pipe, False)
@@ -252,15 +251,13 @@ class Stream:
         return self._last.decode(errors="replace").strip()
 
     def pause(self) -> None:
-        if self._watched:
-            self._console.loop.unwatch(self.pipe)
-            self._watched = False
+        if self.open:
+            self._console.loop.remove_reader(self.pipe)
 
     def resume(self) -> None:
         """Read the pipe from now on whenever there is data, if ``wanted`` is set."""
-        if self.open and self.wanted and not self._watched:
-            self._console.loop.watch(self.pipe, self._read)
-            self._watched = True
+        if self.open and self.wanted:
+            self._console.loop.add_reader(self.pipe, self._read)
 
     def drain_and_close(self) -> None:
         """Read the data in the pipe, then close the pipe even if another process still holds its writing end."""
@@ -345,7 +342,7 @@ class Console:
         self._width = len(str(highest_id))
         self._log_dir = log_dir
         self._streams: list[Stream] = []
-        self._paused: Timer | None = None
+        self._paused: TimerHandle | None = None
         self._out = Sink(sys.stdout.fileno(), self._on_room, self._dropped)
         self._err = Sink(sys.stderr.fileno(), self._on_room, self._dropped)
 
@@ -432,18 +429,10 @@ def flush(loop: EventLoop, console: Console, given_up: Callable[[], bool], *, pa
 
     If ``patient`` is False, wait at most STALL_SECONDS in total.
     """
-    stalled = False
-
-    def look(written: int) -> None:
-        nonlocal stalled
-        if patient and console.written != written:
-            look_later()
-        else:
-            stalled = True
-
-    def look_later() -> None:
-        loop.call_later(STALL_SECONDS, partial(look, console.written))
-
-    look_later()
-    while not (console.flushed or stalled or given_up()):
-        loop.run_once()
+    until, written = time.monotonic() + STALL_SECONDS, console.written
+    while not (console.flushed or given_up()):
+        loop.run_once(until - time.monotonic())
+        if time.monotonic() >= until:
+            if not patient or console.written == written:
+                return
+            until, written = time.monotonic() + STALL_SECONDS, console.written

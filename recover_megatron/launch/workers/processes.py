@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.system import lacking
 from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WITHOUT_VARIABLE, WORKER_ID_VARIABLE
 
@@ -164,7 +164,7 @@ class Child:
         self.pid, self._pidfd = started
         self._loop = loop
         self._with_group = with_group
-        loop.watch(self._pidfd, lambda: on_end(self.reap()))
+        loop.add_reader(self._pidfd, lambda: on_end(self.reap()))
 
     def reap(self) -> int:
         """Wait until the child has ended; return its exit code, or minus the signal, without calling ``on_end``."""
@@ -177,7 +177,7 @@ class Child:
     def forget(self) -> None:
         """Stop watching the child; ``on_end`` will not be called."""
         _own_children.discard(self.pid)
-        self._loop.unwatch(self._pidfd)
+        self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
 
     def send(self, number: int) -> None:
@@ -380,12 +380,9 @@ class Subreaper:
         # launch.  Then an inherited child may be a descendant of an earlier child.
         self._owns_all_children = all(process.parent != os.getpid() for process in process_table().values())
         become_subreaper()
-        self.due = False
-        """True if there may be inherited children to reap."""
 
     def reap(self) -> None:
-        """Reap the inherited children that have ended."""
-        self.due = False
+        """Reap the inherited children that have ended.  Call it after each round of the event loop."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -394,8 +391,7 @@ class Subreaper:
             if ended is None:
                 return
             if ended.si_pid in _own_children:
-                self.due = True  # until the child's callback has reaped this zombie, waitid reports no other
-                return
+                return  # until the child's callback has reaped this zombie, waitid reports no other
             # A library may start processes in another thread (as torch's import does), and may reap them first.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(ended.si_pid, 0)

@@ -32,7 +32,6 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.processes import (
     DEAF_TO,
     Child,
@@ -43,6 +42,7 @@ from recover_megatron.launch.workers.processes import (
     program,
     spawn_leader,
 )
+from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.system import memory_file, remove_sockets
 
 BEAT_SECONDS = 1.0
@@ -182,7 +182,7 @@ class Reaper:
             reaper_end.close()
         self.pid = pid
         self._process = Child(self._loop, (pid, pidfd), self._on_death)
-        self._loop.watch(self._channel.fileno(), self._on_message)
+        self._loop.add_reader(self._channel, self._on_message)
         self._send(self._launch_id)
         for session, pipes in self._sessions.items():
             self._send(f"+{session}", pipes)
@@ -204,11 +204,11 @@ class Reaper:
         if message:
             self.dropped(*map(int, message.split()))
         else:
-            self._loop.unwatch(self._channel.fileno())  # the reaper has ended, as its pidfd will report
+            self._loop.remove_reader(self._channel)  # the reaper has ended, as its pidfd will report
 
     def _hang_up(self) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # the channel is not watched any more
-            self._loop.unwatch(self._channel.fileno())
+        with contextlib.suppress(ValueError):  # the channel is closed
+            self._loop.remove_reader(self._channel)
         self._channel.close()
 
     def _beat(self) -> None:
@@ -226,7 +226,7 @@ class Reaper:
         except OSError as error:
             if not reported:
                 self._say(f"{why}, and no new one can be started now ({error.strerror}): trying again every second")
-            self._loop.call_later(AGAIN_SECONDS, lambda: self._replace(why, reported=True))
+            self._loop.call_later(AGAIN_SECONDS, self._replace, why, True)
         else:
             self._say(f"{why}; a new one (pid {self.pid}) took its place")
 

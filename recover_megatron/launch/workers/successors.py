@@ -37,11 +37,11 @@ from recover_megatron.launch import messages
 from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.device_test import DeviceTests
 from recover_megatron.launch.nodes.control_plane import ControlPlane
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState
 from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
+from recover_megatron.network.event_loop import EventLoop
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
 """First and longest pause, in seconds, before the start of a replacement after consecutive replacements have failed in

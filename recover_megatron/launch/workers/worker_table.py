@@ -23,7 +23,6 @@ from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.workers import processes
 from recover_megatron.launch.workers.dying import WRITES_CORE, Ending, ProcessWatch
 from recover_megatron.launch.workers.log_folder import LogFolder
-from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.output import Console, LogFile, Stream
 from recover_megatron.launch.workers.processes import find_launch, kill_found, spawn
 from recover_megatron.launch.workers.reaper import Reaper
@@ -31,6 +30,7 @@ from recover_megatron.launch.workers.states import LIVE, ExitOutcome, WorkerProc
 from recover_megatron.membership.records import ranges
 from recover_megatron.network import system
 from recover_megatron.network.death_notice import DeathWatch
+from recover_megatron.network.event_loop import EventLoop
 
 
 @dataclass
@@ -143,7 +143,7 @@ class WorkerTable:
         self._reaper.add_session(pid, [stream.pipe for stream in streams])
         # The loop reads the output from its next iteration on; before that, the supervisor updates workers.json.
         self._console.read(streams)
-        self._loop.watch(handles.pidfd, partial(self._on_exit, worker))
+        self._loop.add_reader(handles.pidfd, self._on_exit, worker)
         return pid
 
     def signal(self, workers: Iterable[WorkerProcess], number: int) -> None:
@@ -172,7 +172,7 @@ class WorkerTable:
         Returns the number of processes that were left behind.
         """
         assert worker.pid is not None
-        self._loop.unwatch(self._handles[worker.worker_id].pidfd)
+        self._loop.remove_reader(self._handles[worker.worker_id].pidfd)
         self._handles[worker.worker_id].watch.close()
         find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}

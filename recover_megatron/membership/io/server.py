@@ -1,4 +1,4 @@
-"""The coordinator's I/O: one thread, one selector, non-blocking sockets, and the event log.
+"""The coordinator's I/O: one thread, one event loop, non-blocking sockets, and the event log.
 
 The state machine ``Coordinator`` makes all decisions; no decision depends on the log.
 
@@ -16,10 +16,10 @@ import errno
 import json
 import os
 import secrets
-import selectors
 import socket
 import sys
 import time
+from asyncio import TimerHandle
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +51,7 @@ from recover_megatron.membership.io.testimony import WitnessThread
 from recover_megatron.membership.records import Json, WorkerId
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce, proves
+from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors
 
 log = get_logger(__name__)
@@ -69,18 +70,20 @@ MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
 
 
 class _Connection:
-    def __init__(self, number: int, sock: socket.socket, peer: str, now: float) -> None:
+    timer: TimerHandle
+    """Limit for the proof of the secret; when the connection is closing, for its queue."""
+
+    def __init__(self, number: int, sock: socket.socket, peer: str) -> None:
         self.number = number
         self.sock = sock
+        self.descriptor = sock.fileno()  # given a socket, ``selectors`` formats it in vain at each look-up that fails
         self.peer = peer
         self.nonce = nonce()
         self.proved = False
         self.closing = False
-        self.until = now + HANDSHAKE_SECONDS
         self.decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
         self.out: deque[memoryview] = deque()
         self.queued = 0
-        self.writing = False
 
 
 class CoordinatorServer:
@@ -99,46 +102,31 @@ class CoordinatorServer:
         """Kind of event that unauthenticated peers cause -> start of its period, and number of events in the period."""
         self.lease: Lease | None = None
         self.witness: WitnessThread | None = None
-        self._selector = selectors.DefaultSelector()
+        self._loop = EventLoop()
         self._connections: dict[int, _Connection] = {}
-        self._unproved: dict[int, _Connection] = {}  # oldest first, like ``_closing``
-        self._closing: dict[int, _Connection] = {}
+        self._unproved: dict[int, _Connection] = {}  # oldest first
         self._max_unproved = 1024 + 2 * len(coordinator.roster.workers)
         self._numbers = 0
         self._exit: Exit | None = None
-        self._posted: deque[CoordinatorEvent] = deque()
-        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
-        self._full = False
-        """True if the process has no free file descriptor, so no connection is accepted before the next tick."""
+        self._loop.add_reader(listener, self._accept)
         use_all_descriptors()
 
     def post(self, event: CoordinatorEvent) -> None:
         """Queue an event for the coordinator. May be called from any thread."""
-        self._posted.append(event)
-        os.write(self._wake_out, b"x")
+        self._loop.call_from_thread(self._handle, event)
 
     def serve_forever(self) -> int:
         """Serve until the run is over or may not continue on this side of a partition. Return the exit code."""
         while self._exit is None:
-            deadline = self.coordinator.deadline
-            if self._unproved:
-                deadline = min(deadline, next(iter(self._unproved.values())).until)
-            for key, mask in self._selector.select(max(0.0, deadline - time.monotonic())):
-                key.data(mask)
+            self._loop.run_once(max(0.0, self.coordinator.deadline - time.monotonic()))
             now = time.monotonic()
             if now >= self.coordinator.deadline:
                 # This process may not have run for some time. Read everything that arrived before ``now``, so that
                 # no member is considered silent by mistake.
-                for key, mask in self._selector.select(0):
-                    key.data(mask)
+                self._loop.run_once(0)
                 self._handle(Tick(), now)
-                if self._full:
-                    self._full = False
-                    self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._expire(now)
+                self._loop.add_reader(self._listener, self._accept)
             self._handle(Settle())
         self._drain()
         return self._exit.code
@@ -149,14 +137,14 @@ class CoordinatorServer:
             self.lease.close()
         for connection in list(self._connections.values()):
             self._drop(connection)
-        self._selector.close()
+        self._loop.close()
         self._listener.close()
-        os.close(self._wake_in)
-        os.close(self._wake_out)
 
     # -- the state machine --------------------------------------------------------------------------------------------
 
     def _handle(self, event: CoordinatorEvent, now: float | None = None) -> None:
+        if self._loop.errors:
+            return  # a callback of this round has failed, so this process is about to end and decides nothing more
         for effect in self.coordinator.handle(event, time.monotonic() if now is None else now):
             match effect:
                 case Send(sessions, message):
@@ -183,14 +171,9 @@ class CoordinatorServer:
                 case Exit():
                     self._exit = effect
 
-    def _woken(self, mask: int) -> None:
-        os.read(self._wake_in, 4096)
-        while self._posted:
-            self._handle(self._posted.popleft())
-
     # -- accepting ----------------------------------------------------------------------------------------------------
 
-    def _accept(self, mask: int) -> None:
+    def _accept(self) -> None:
         for _ in range(256):
             try:
                 sock, address = self._listener.accept()
@@ -201,29 +184,22 @@ class CoordinatorServer:
                     self._reject(next(iter(self._unproved.values())), "too many open files")
                     continue
                 self._log_limited("accept_failed", reason=str(error))
-                self._selector.unregister(self._listener)  # else waiting connections would wake this loop all the time
-                self._full = True
+                # Else waiting connections would wake this loop all the time. The next tick adds the listener again.
+                self._loop.remove_reader(self._listener)
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._numbers += 1
-            connection = _Connection(self._numbers, sock, f"{address[0]}:{address[1]}", time.monotonic())
+            connection = _Connection(self._numbers, sock, f"{address[0]}:{address[1]}")
             self._connections[connection.number] = connection
             self._unproved[connection.number] = connection
-            self._selector.register(sock, selectors.EVENT_READ, lambda mask, c=connection: self._ready(c, mask))
+            late = f"no proof of the secret within {HANDSHAKE_SECONDS:.0f} s"
+            connection.timer = self._loop.call_later(HANDSHAKE_SECONDS, self._reject, connection, late)
+            self._loop.add_reader(connection.descriptor, self._read, connection)
             challenge = {"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": connection.nonce}
             self._write(connection, wire.encode(challenge))
             if len(self._unproved) > self._max_unproved:
                 self._reject(next(iter(self._unproved.values())), "too many connections without proof")
-
-    def _expire(self, now: float) -> None:
-        while self._unproved:
-            connection = next(iter(self._unproved.values()))
-            if connection.until > now:
-                break
-            self._reject(connection, f"no proof of the secret within {HANDSHAKE_SECONDS:.0f} s")
-        while self._closing and (oldest := next(iter(self._closing.values()))).until <= now:
-            self._drop(oldest)
 
     def _reject(self, connection: _Connection, reason: str) -> None:
         self._log_limited("rejected", peer=connection.peer, reason=reason)
@@ -246,6 +222,7 @@ class CoordinatorServer:
             self._reject(connection, "does not know the job's secret")
             return
         connection.proved = True
+        connection.timer.cancel()
         del self._unproved[connection.number]
         connection.decoder.limit = wire.MAX_TO_COORDINATOR
         connection.decoder.schemas = wire.TO_COORDINATOR
@@ -253,12 +230,6 @@ class CoordinatorServer:
         self._write(connection, wire.encode({"type": "proof", "mac": proof}))
 
     # -- reading ------------------------------------------------------------------------------------------------------
-
-    def _ready(self, connection: _Connection, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE and connection.number in self._connections:
-            self._flush(connection)
-        if mask & selectors.EVENT_READ and connection.number in self._connections:
-            self._read(connection)
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -341,9 +312,8 @@ class CoordinatorServer:
             if connection.queued > MAX_BACKLOG:
                 self._drop(connection)
                 self.post(Closed(connection.number, False, "it does not read its messages"))
-            elif not connection.writing:
-                connection.writing = True
-                self._watch(connection)
+            elif len(connection.out) == 1:
+                self._loop.add_writer(connection.descriptor, self._flush, connection)
 
     def _flush(self, connection: _Connection) -> None:
         while connection.out:
@@ -359,31 +329,26 @@ class CoordinatorServer:
                 connection.out[0] = connection.out[0][sent:]
                 return
             connection.out.popleft()
-        connection.writing = False
+        self._loop.remove_writer(connection.descriptor)
         if connection.closing:
             self._drop(connection)
-        else:
-            self._watch(connection)
-
-    def _watch(self, connection: _Connection) -> None:
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
-        self._selector.modify(connection.sock, mask, self._selector.get_key(connection.sock).data)
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
     def _finish(self, connection: _Connection) -> None:
         """Close a connection after its queue has been sent, or after ``DRAIN_SECONDS``."""
         connection.closing = True
-        self._closing[connection.number] = connection
-        connection.until = time.monotonic() + DRAIN_SECONDS
+        connection.timer.cancel()
+        connection.timer = self._loop.call_later(DRAIN_SECONDS, self._drop, connection)
         if not connection.out:
             self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.number, None) is not None:
             self._unproved.pop(connection.number, None)
-            self._closing.pop(connection.number, None)
-            self._selector.unregister(connection.sock)
+            connection.timer.cancel()
+            self._loop.remove_reader(connection.descriptor)
+            self._loop.remove_writer(connection.descriptor)
             connection.sock.close()
 
     def _drain(self) -> None:
@@ -393,8 +358,7 @@ class CoordinatorServer:
         for connection in list(self._connections.values()):
             self._finish(connection)
         while self._connections and (left := until - time.monotonic()) > 0:
-            for key, mask in self._selector.select(left):
-                key.data(mask)
+            self._loop.run_once(left)
 
 
 class Journal:
