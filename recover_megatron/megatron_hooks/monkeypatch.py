@@ -182,6 +182,8 @@ SEAMS = {
         Seam("megatron.core.transformer.moe.router_trace", "RouterTracer.__init__",
              ("self", "output_dir", "max_steps", "rank"), optional=True),
         Seam("megatron.training.checkpointing", "check_checkpoint_args", ("checkpoint_args",), optional=True),
+        Seam("megatron.training.argument_utils", "ArgumentGroupFactory._get_field_docstrings",
+             ("self", "src_cfg_class"), optional=True),
     )
 }  # fmt: skip
 """Seams (by name) of Megatron's functions that --recover wraps or, on distributed optimizers, replaces."""

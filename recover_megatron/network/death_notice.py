@@ -256,11 +256,8 @@ def hold(environ: Mapping[str, str]) -> bool:
         with suppress(OSError, RuntimeError, ValueError):
             faulthandler.enable(file=2)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            page = _Page(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(path, "r+b", buffering=0) as file:
+            page = _Page(file.fileno())
         if not page.is_named(name):  # for example: this process runs in another container, or its launcher has ended
             return False
         tried = threading.Event()

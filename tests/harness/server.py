@@ -421,24 +421,11 @@ def _in_a_child(request: dict[str, Any]) -> dict[str, int]:
 
 
 def prepare_megatron() -> None:
-    """Do once what each worker would do again at its start.
-
-    Megatron reads the help of its flags in the source of its dataclasses, whenever it makes a parser: three times a
-    worker.
-    """
+    """Do once what each worker would do again at its start: read the help of Megatron's flags (``load`` keeps it)."""
     import argparse
 
-    from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
-    read, found = ArgumentGroupFactory._get_field_docstrings, {}
-
-    def once(self: Any, dataclass: type) -> dict[str, str]:
-        if dataclass not in found:
-            found[dataclass] = read(self, dataclass)
-        return dict(found[dataclass])
-
-    ArgumentGroupFactory._get_field_docstrings = once
     add_megatron_arguments(argparse.ArgumentParser())
 
 
@@ -451,7 +438,7 @@ def main() -> None:
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Megatron prints while importing is no answer
-    load(RecoverConfig(device="cpu"))
+    load(RecoverConfig(enabled=True, device="cpu"))
     import recover_megatron.megatron_hooks.entry.fault_tolerance  # noqa: F401
 
     prepare_megatron()

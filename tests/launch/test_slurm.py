@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recover_megatron.launch import messages, slurm
@@ -61,22 +61,30 @@ PREFIXES = st.from_regex(r"[a-z][a-z0-9.-]{0,5}[a-z-]", fullmatch=True)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A piece of a node list, and the names that it means: written down without expanding anything."""
-    prefix, suffix = draw(PREFIXES), draw(st.sampled_from(["", "-ib", ".cluster"]))
-    width = draw(st.integers(1, 4))
-    parts, names = [], []
-    for first, length in draw(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 12)), min_size=1, max_size=4)):
-        numbers = [f"{number:0{width}}" for number in range(first, first + length)]
-        parts.append(numbers[0] if length == 1 else f"{numbers[0]}-{numbers[-1]}")
-        names += [f"{prefix}{number}{suffix}" for number in numbers]
-    return f"{prefix}[{','.join(parts)}]{suffix}", names
+def groups(draw: st.DrawFn) -> str:
+    """A piece of a node list, as SLURM writes it."""
+    width, parts = draw(st.integers(1, 4)), []
+    for first, more in draw(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 11)), min_size=1, max_size=4)):
+        parts.append(f"{first:0{width}}-{first + more:0{width}}" if more else f"{first:0{width}}")
+    return f"{draw(PREFIXES)}[{','.join(parts)}]"
 
 
-@given(st.lists(st.one_of(groups(), PREFIXES.map(lambda name: (name, [name]))), min_size=1, max_size=5))
-def test_any_node_list_names_what_it_was_made_of(fragments: list[tuple[str, list[str]]]) -> None:
-    text = ",".join(fragment for fragment, _ in fragments)
-    assert slurm.expand(text) == list(itertools.chain.from_iterable(names for _, names in fragments))
+@pytest.fixture(scope="module")
+def with_slurm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of scontrol, which reads a configuration even to expand a list."""
+    if not shutil.which("scontrol"):
+        pytest.skip("SLURM is not installed here: apt-get install slurm-wlm")
+    path = tmp_path_factory.mktemp("slurm") / "slurm.conf"
+    path.write_text("ClusterName=a\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=all Nodes=ALL\n")
+    return os.environ | {"SLURM_CONF": str(path)}
+
+
+@given(st.lists(st.one_of(groups(), PREFIXES), min_size=1, max_size=5))
+@example(["n[098-101]", "r[1-2]n[08-10]", "n"])
+def test_a_node_list_means_what_scontrol_says(with_slurm: dict[str, str], parts: list[str]) -> None:
+    command = ["scontrol", "show", "hostnames", ",".join(parts)]
+    shown = subprocess.run(command, env=with_slurm, capture_output=True, text=True, check=True)
+    assert slurm.expand(command[-1]) == shown.stdout.split()
 
 
 @given(st.text(alphabet="n1-[],09 x", max_size=20))

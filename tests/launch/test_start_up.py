@@ -335,7 +335,7 @@ def test_a_line_tells_of_the_end_of_another_launcher_at_once(accepted: bool, sec
 
 def test_the_next_start_knows_its_number_and_whom_it_is_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, str]] = []
-    monkeypatch.setattr(processes.os, "listdir", lambda _: [])  # nothing is closed here
+    monkeypatch.setattr(processes.os, "closerange", lambda *_: None)  # nothing is closed here
     monkeypatch.setattr(processes.os, "execve", lambda program, argv, environ: told.append(environ))
     for name in (ATTEMPT_VARIABLE, WITHOUT_VARIABLE):
         monkeypatch.setenv(name, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import gc
 import inspect
 import re
 import shlex
@@ -70,6 +71,7 @@ MONKEYPATCH = {
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step_calc_loss",
     "megatron.core.transformer.moe.router": "apply_biased_logits",
     "megatron.core.transformer.moe.router_trace.RouterTracer": "__init__",
+    "megatron.training.argument_utils.ArgumentGroupFactory": "_get_field_docstrings",
     "megatron.training.checkpointing": (
         "append_to_progress_log check_checkpoint_args get_checkpoint_name get_checkpoint_tracker_filename "
         "get_rng_state schedule_async_save"
@@ -109,6 +111,40 @@ def test_a_world_that_cannot_hold_whole_replicas_is_refused_once_with_the_remedy
         "pretrain_gpt_recover.py: error: 3 workers are not a multiple of the replica size 2 (--tensor-model-parallel-"
         "size 2): start a multiple of 2 (recover-run --nproc-per-node, --nnodes) or change these sizes\n"
     )
+
+
+def test_megatron_is_imported_without_collections_of_garbage_even_if_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collects = []
+
+    def imports(config: RecoverConfig) -> NoReturn:
+        collects.append(gc.isenabled())
+        raise UserError("missing")
+
+    monkeypatch.setattr(program, "choose_device", imports)
+    monkeypatch.setattr(program, "_in_charge", False)
+    with pytest.raises(UserError, match="missing"):
+        program.load(RecoverConfig())
+    assert (collects, gc.isenabled()) == ([False], True)
+
+
+def test_megatron_reads_the_help_of_its_flags_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, factory = [], arguments.ArgumentGroupFactory
+    read = factory._get_field_docstrings
+
+    def counted(self: object, src_cfg_class: type) -> dict[str, str]:
+        reads.append(src_cfg_class)
+        return read(self, src_cfg_class)
+
+    def helps() -> list[str | None]:
+        return [action.help for action in add_megatron_arguments(argparse.ArgumentParser())._actions]
+
+    stock = helps()
+    monkeypatch.setattr(factory, "_get_field_docstrings", counted)
+    patches.wrap("ArgumentGroupFactory._get_field_docstrings", program._read_once)
+    assert helps() == helps() == stock
+    assert len(reads) == len(set(reads)) > 1
 
 
 def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkServer, tmp_path: Path) -> None:

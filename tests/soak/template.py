@@ -136,7 +136,7 @@ def main() -> None:
     from tests.harness.server import prepare_megatron
     from tests.soak.paced import work
 
-    load(RecoverConfig(device="cpu"))
+    load(RecoverConfig(enabled=True, device="cpu"))
     import recover_megatron.megatron_hooks.entry.fault_tolerance  # noqa: F401
 
     prepare_megatron()

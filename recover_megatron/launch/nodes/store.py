@@ -121,13 +121,11 @@ def open_listener(address: str, port: int, nnodes: int) -> tuple[socket.socket |
         return None, reason
     for family, ip in found:
         bind_to = "" if nnodes > 1 and _hides_interface(address, ip) else ip
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((bind_to, port))
-            listener.listen(BACKLOG)
+            # Listen on IPv4, too, if ``bind_to`` means all interfaces.
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            listener = socket.create_server((bind_to, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except OSError as error:
-            listener.close()
             reason = _bind_reason(error, address, port, nnodes)
             if error.errno == errno.EADDRNOTAVAIL:
                 continue
@@ -208,7 +206,7 @@ def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
         )
     if error.errno == errno.EACCES:
         return f"port {port} on host {address} may not be used by this user: choose a --master-port above 1023"
-    return f"the store cannot listen on {address}, port {port}: {error.strerror or error}"
+    return f"the store cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}"
 
 
 class NodeEvents(Protocol):

@@ -200,9 +200,8 @@ class FolderLock:
 
         On exit, this launcher keeps the lock if ``held`` is set, else releases it.
         """
-        order = self._open(ORDER_FILE)
-        try:
-            self._flock(order, fcntl.LOCK_EX)
+        with open(self._open(ORDER_FILE), "rb") as order:
+            self._flock(order.fileno(), fcntl.LOCK_EX)
             try:
                 free = self._flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not free:
@@ -210,8 +209,6 @@ class FolderLock:
                 yield free, self._read()
             finally:
                 self._flock(self._descriptor, fcntl.LOCK_SH if self.held else fcntl.LOCK_UN)
-        finally:
-            os.close(order)
 
     def _open(self, name: str) -> int:
         return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -291,12 +288,10 @@ def _write_secret(path: Path, secret: str) -> None:
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        try:
+        with open(descriptor, "wb", buffering=0) as file:
             if os.fstat(descriptor).st_mode & 0o077:
                 raise PermissionError(0, "this file system does not protect the file from other users")
-            os.write(descriptor, secret.encode() + b"\n")
-        finally:
-            os.close(descriptor)
+            file.write(secret.encode() + b"\n")
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -314,13 +309,10 @@ def _may_replace(path: Path) -> bool:
     if path.is_symlink():
         return True
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", 0, opener=lambda _, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            return _OURS.fullmatch(os.read(file.fileno(), 66)) is not None
     except FileNotFoundError:
         return True
-    try:
-        return _OURS.fullmatch(os.read(descriptor, 66)) is not None
-    finally:
-        os.close(descriptor)
 
 
 WORKERS_FILE = "workers.json"

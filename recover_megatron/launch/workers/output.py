@@ -109,8 +109,7 @@ class Sink:
     def _write(self) -> None:
         while True:
             with self._news:
-                while not self._pending:
-                    self._news.wait()
+                self._news.wait_for(lambda: self._pending)
                 data = self._pending[0]
             try:
                 written = os.write(self._descriptor, data[:_MOST_AT_ONCE])

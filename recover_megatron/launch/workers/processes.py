@@ -18,6 +18,7 @@ import ctypes
 import errno
 import os
 import select
+import selectors
 import signal
 import sys
 import threading
@@ -350,19 +351,13 @@ def _wait_for_exits(pids: Sequence[int], timeout: float) -> None:
     """Wait until one of ``pids`` has ended, at most ``timeout`` seconds; without pidfds, wait 0.02 s."""
     if lacking("pidfd_open"):
         pids, timeout = (), min(timeout, 0.02)
-    poll = select.poll()
-    descriptors = []
-    try:
+    with selectors.PollSelector() as running, contextlib.ExitStack() as opened:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                descriptors.append(os.pidfd_open(pid))
-                poll.register(descriptors[-1], select.POLLIN)
-        if pids and not descriptors:
-            return
-        poll.poll(timeout * 1000)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+                opened.callback(os.close, pidfd := os.pidfd_open(pid))
+                running.register(pidfd, selectors.EVENT_READ)
+        if not pids or running.get_map():
+            running.select(timeout)
 
 
 LAST_SWEEP_SECONDS = 10.0
@@ -439,7 +434,5 @@ def start_again(attempt: int) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in map(int, os.listdir("/proc/self/fd")):  # only open descriptors: the limit may be a billion
-        if number > 2:
-            os.closerange(number, number + 1)  # no error if the descriptor is closed already
+    os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))  # up to the last one: the limit may be a billion
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {ATTEMPT_VARIABLE: str(attempt), **os.environ})

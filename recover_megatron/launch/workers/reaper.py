@@ -30,6 +30,7 @@ import socket
 import struct
 import termios
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from recover_megatron.launch.workers.processes import (
@@ -67,7 +68,7 @@ class StandIn:
         self._beat = b""
         self._missed = 0
         self._pipes: dict[int, Sequence[int]] = {}
-        self._dropped: dict[int, int] = {}
+        self._dropped: Counter[int] = Counter()
 
     @property
     def sessions(self) -> set[int]:
@@ -96,11 +97,10 @@ class StandIn:
         self._missed, self._beat = self._missed + 1 if beat == self._beat else 0, beat
         if self._missed >= MISSED:
             for session, pipes in self._pipes.items():
-                lines = sum(map(_relieve, pipes))
-                self._dropped[session] = self._dropped.get(session, 0) + lines
+                self._dropped[session] += sum(map(_relieve, pipes))
         else:
-            yield from ((session, lines) for session, lines in self._dropped.items() if lines)
-            self._dropped = {}
+            yield from (+self._dropped).items()
+            self._dropped.clear()
 
 
 def _relieve(pipe: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import importlib
 import io
 import os
@@ -22,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,7 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.hostdevice import megatron_fixes
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.monkeypatch import SCRIPT, Megatron, find_megatron
+from recover_megatron.megatron_hooks.monkeypatch import SCRIPT, Megatron, find_megatron, wrap
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """Argument defaults of Megatron's GPT script."""
@@ -56,14 +57,15 @@ class Program:
 
     def check(self) -> None:
         """Parse ``sys.argv`` as Megatron will; raises UserError with every reason why the run cannot start."""
-        args = with_checkpoint_args(self._parse())
+        args = with_checkpoint_args(self._parsed)
         if reasons := flags.problems(args, self.config):
             raise UserError(*reasons)
         hostdevice.warn_of_what_is_never_summed(args)
         validated(args)
 
-    def _parse(self) -> argparse.Namespace:
-        """Return Megatron's arguments, parsed as Megatron will parse them, but not validated yet."""
+    @cached_property
+    def _parsed(self) -> argparse.Namespace:
+        """Megatron's arguments, parsed as Megatron will parse them, but not validated yet; nobody changes them."""
         from megatron.training import arguments
 
         parsed: argparse.Namespace = flags.as_user_errors(partial(arguments.parse_args, self._options))
@@ -79,11 +81,10 @@ class Program:
         if self.config.enabled:
             from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
 
-            parse = self._parse
             survive(
                 self.config,
                 lambda: self._pretrain(training.pretrain),
-                lambda: validated(with_checkpoint_args(parse())),
+                lambda: validated(with_checkpoint_args(self._parsed)),
             )
             return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
@@ -189,8 +190,16 @@ def load(config: RecoverConfig) -> Program:
         # Only rank 0 prints these warnings, as in Megatron's script.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
-    choose_device(config)
-    return Program(megatron, _import_all(megatron), config, loaded_at)
+    gc.disable()  # the imports leave little garbage; to search for it would take a fifth of their time
+    try:
+        choose_device(config)
+        program = Program(megatron, _import_all(megatron), config, loaded_at)
+        if config.enabled:
+            wrap("ArgumentGroupFactory._get_field_docstrings", _read_once)
+    finally:
+        gc.enable()
+    gc.freeze()  # what the modules hold lives until the end: no collection during the training has to examine it
+    return program
 
 
 _in_charge = False
@@ -240,6 +249,21 @@ def _import_all(megatron: Megatron) -> ModuleType:
             "traceback)"
         ) from None
     return script
+
+
+def _read_once(read: Callable[[Any, type], dict[str, str]]) -> Callable[[Any, type], dict[str, str]]:
+    """Wrap Megatron's reader of its flags' help, which parses the source of a dataclass, to read each dataclass once.
+
+    Each pretrain() makes two parsers, also when a spare takes a place.
+    """
+    known: dict[type, dict[str, str]] = {}
+
+    def read_once(self: Any, dataclass: type) -> dict[str, str]:
+        if dataclass not in known:
+            known[dataclass] = read(self, dataclass)
+        return known[dataclass]
+
+    return read_once
 
 
 def _print_versions(megatron: Megatron, say: Callable[[str], None]) -> None:
