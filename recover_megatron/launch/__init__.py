@@ -17,8 +17,8 @@ Modules, from the outside in::
     conclusion                      handles the loss of a worker before the training begins; chooses the exit code
     workers/
         states                      the states of workers and of the launch: pure
+        signals                     how signals are received, and what each does; the loop is network/event_loop
         environment                 the environment of a worker
-        loop                        what recover-run does on each signal; its event loop is network/event_loop
         worker_table                the workers' records and processes, and their shutdown
         processes, exec_worker      start processes that die with the launcher; find and kill their descendants
         dying                       notices early, before a worker's process has ended, that it is dying, and why

@@ -67,7 +67,7 @@ class StartUp:
     """
 
     _loop: EventLoop
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _table: WorkerTable
     _control: ControlPlane
     _say: Callable[[str], None]
@@ -83,11 +83,11 @@ class StartUp:
     @property
     def under_way(self) -> bool:
         """Return whether the launch needs all workers and, as far as this launcher knows, there is no plan yet."""
-        return self._plan.needs_all and not self._control.agent.planned
+        return self._spec.needs_all and not self._control.agent.planned
 
     def ended_in_it(self, worker: WorkerProcess) -> bool:
         """Return whether ``worker``, which has ended, was lost while the launch still needed all workers."""
-        return self.under_way and worker.worker_id < self._plan.world_size and worker.state is not WorkerState.FINISHED
+        return self.under_way and worker.worker_id < self._spec.world_size and worker.state is not WorkerState.FINISHED
 
     def worker_lost(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
         """End or repeat the launch after the loss of ``worker``, a worker of this node, unless the training has begun.
@@ -113,8 +113,8 @@ class StartUp:
         if not self.under_way:
             self._say_of(notice)
             return
-        without = (*self._plan.without, *self._lost)
-        spared = self._plan.node_rank == 0 and self._plan.spared(without)
+        without = (*self._spec.without, *self._lost)
+        spared = self._spec.node_rank == 0 and self._spec.spared(without)
         self._fail(text, EXIT_NO_REPLICA, again=spared, without=without)
 
     def _say_of(self, text: str) -> None:
@@ -123,7 +123,7 @@ class StartUp:
 
     def others_lost(self) -> None:
         """End the launch if the coordinator counts workers of other nodes as missing before the training has begun."""
-        missing_workers = self._control.agent.missing(self._plan.world_size) - {
+        missing_workers = self._control.agent.missing(self._spec.world_size) - {
             worker.worker_id for worker in self._table.launched
         }
         if missing_workers and self.under_way:
@@ -143,7 +143,7 @@ class StartUp:
             return
         # A refused worker has printed the reason: do not repeat it.
         text = messages.worker_lost_at_start(worker, left_behind, "" if worker.exit_code == REFUSED else cause)
-        victim = worker.exit_code in NO_FAULT and self._plan.nnodes > 1  # another worker reports the cause
+        victim = worker.exit_code in NO_FAULT and self._spec.nnodes > 1  # another worker reports the cause
         if worker.signal is not None or not (victim or any(other.live for other in self._table.launched)):
             self._fail(text)
             return
@@ -158,21 +158,21 @@ class StartUp:
         ``code``: exit code; None to derive it from the ended workers.  ``again``: True if a new start may succeed.
         ``without``: nodes that a new start leaves out.
         """
-        plan = self._plan
+        spec = self._spec
         if not self.under_way:
             return
         if code is None:
             ended = [worker.outcome for worker in self._table.launched if not worker.live]
-            code = start_exit_code(ended, plan.fault_tolerant)
-        elif not plan.fault_tolerant:
+            code = start_exit_code(ended, spec.fault_tolerant)
+        elif not spec.fault_tolerant:
             code = LAUNCH_FAILED
         needs = "the training has not begun and needs all workers"
-        if again and code == EXIT_NO_REPLICA and plan.attempt + 1 < plan.starts:
-            times = f"{plan.attempt + 1} of at most {plan.starts - 1}"
-            instead = messages.spared(plan, without) if without else ""
+        if again and code == EXIT_NO_REPLICA and spec.attempt + 1 < spec.starts:
+            times = f"{spec.attempt + 1} of at most {spec.starts - 1}"
+            instead = messages.spared(spec, without) if without else ""
             self._fail_launch(f"{text}; {needs}: the launch starts again ({times}){instead}", START_AGAIN, without)
             return
-        if not plan.fault_tolerant:
+        if not spec.fault_tolerant:
             needs = "a training without --recover needs all workers"
         self._fail_launch(f"{text}; {needs}: the launch ends with exit code {code}", code)
 
@@ -217,7 +217,7 @@ class Conclusion:
     The iteration of the last checkpoint is read from the disk, because no process may be left that could report it.
     """
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _table: WorkerTable
     _control: ControlPlane
     _peers: Peers
@@ -251,21 +251,21 @@ class Conclusion:
             return verdict or self._code_after_training()
         outcomes = [*self._table.outcomes, *self._peers.outcomes]
         if self._start_up.under_way and any(worker.outcome.code for worker in self._table.launched):
-            return start_exit_code(outcomes, self._plan.fault_tolerant)
-        code = run_exit_code(outcomes, self._plan.fault_tolerant)
-        if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
+            return start_exit_code(outcomes, self._spec.fault_tolerant)
+        code = run_exit_code(outcomes, self._spec.fault_tolerant)
+        if code == 0 and self._peers.any_lost and not self._spec.fault_tolerant:
             return LAUNCH_FAILED
         return code
 
     def _code_after_training(self) -> int:
-        left, plan = self._control.agent.left, self._plan
+        left, spec = self._control.agent.left, self._spec
         outcomes = [
             outcome
             for outcome in self._table.outcomes
             # A refused newcomer has also left the run normally, but its exit code is no error of the run.
-            if outcome.worker_id in left and (outcome.worker_id < plan.world_size or outcome.exit_code != REFUSED)
+            if outcome.worker_id in left and (outcome.worker_id < spec.world_size or outcome.exit_code != REFUSED)
         ]
-        return exit_code_after(outcomes, only_node=plan.nnodes == 1 and not plan.coordinators)
+        return exit_code_after(outcomes, only_node=spec.nnodes == 1 and not spec.coordinators)
 
     def why(self, code: int, verdict: int | None) -> str:
         """Return one line with the reason why a launch that was not stopped has ended; ``code``: its exit code."""
@@ -281,5 +281,5 @@ class Conclusion:
             self._say("the training was finished, but the script failed afterwards: see the logs of the workers")
         if verdict is not None and code == verdict != 0:
             self._say(f"the run was ended: {self._control.reason}")
-        if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script.args)):
+        if code and self._spec.fault_tolerant and (last := last_checkpoint(self._spec.script.args)):
             self._say(f"last checkpoint: {last}")

@@ -20,18 +20,18 @@ SHARE_A_SECRET = (
 NO_CONTROL_PLANE = f"this run has no coordinator, because its nodes share no secret; to get one, {SHARE_A_SECRET}"
 
 
-def opening(plan: LaunchSpec) -> str:
-    if plan.coordinators:
+def opening(spec: LaunchSpec) -> str:
+    if spec.coordinators:
         return (
-            f"joining the run of {join_addresses(plan.coordinators)} with "
-            f"{count(plan.nproc_per_node)} on {plan.host}, log dir {plan.log_dir or 'none (--log-dir)'}"
+            f"joining the run of {join_addresses(spec.coordinators)} with "
+            f"{count(spec.nproc_per_node)} on {spec.host}, log dir {spec.log_dir or 'none (--log-dir)'}"
         )
-    node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
-    without = f", {spared(plan, plan.without).strip()}" if plan.without else ""
+    node = f" (node {spec.node_rank} of {spec.nnodes})" if spec.nnodes > 1 else ""
+    without = f", {spared(spec, spec.without).strip()}" if spec.without else ""
     return (
-        f"starting {count(plan.local_world_size)} on {plan.host}{node}{without}, "
-        f"store {plan.master_addr}:{plan.master_port}, "
-        f"log dir {plan.log_dir or 'none (--log-dir)'}"
+        f"starting {count(spec.local_world_size)} on {spec.host}{node}{without}, "
+        f"store {spec.master_addr}:{spec.master_port}, "
+        f"log dir {spec.log_dir or 'none (--log-dir)'}"
     )
 
 
@@ -101,10 +101,10 @@ def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) ->
     return f"{_name_of(worker)} {_outcome(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
 
 
-def spared(plan: LaunchSpec, without: Sequence[int]) -> str:
+def spared(spec: LaunchSpec, without: Sequence[int]) -> str:
     """Return the last part of a log line: the nodes that a start leaves out, and the worker ids that spares get."""
-    places = ranges(sorted(node * plan.nproc_per_node + n for node in without for n in range(plan.nproc_per_node)))
-    return f" without node {', '.join(map(str, without))}, spares of node {plan.nnodes - 1} as workers {places}"
+    places = ranges(sorted(node * spec.nproc_per_node + n for node in without for n in range(spec.nproc_per_node)))
+    return f" without node {', '.join(map(str, without))}, spares of node {spec.nnodes - 1} as workers {places}"
 
 
 def _name_of(worker: WorkerProcess) -> str:
@@ -187,33 +187,33 @@ def not_joined(worker: WorkerProcess, waited: float) -> str:
     )
 
 
-def how_to_join(plan: LaunchSpec, coordinators: str) -> str:
-    return f"more workers may join from other hosts: {_join_command(plan, coordinators)}"
+def how_to_join(spec: LaunchSpec, coordinators: str) -> str:
+    return f"more workers may join from other hosts: {_join_command(spec, coordinators)}"
 
 
-def continues_without(plan: LaunchSpec, why: str, coordinators: str) -> str:
+def continues_without(spec: LaunchSpec, why: str, coordinators: str) -> str:
     """Return the log line of a launcher that exits while the run continues without its node.
 
     ``coordinators``: addresses of the run's coordinators; empty if they are not known.
     """
     text = f"{why}: the run continues without this node"
-    if not plan.fault_tolerant or not coordinators:
+    if not spec.fault_tolerant or not coordinators:
         return text
     back = "to bring its workers back, run this command, followed by the script and its arguments"
-    return f"{text}; {back}: {_join_command(plan, coordinators)}"
+    return f"{text}; {back}: {_join_command(spec, coordinators)}"
 
 
-def _join_command(plan: LaunchSpec, coordinators: str) -> str:
+def _join_command(spec: LaunchSpec, coordinators: str) -> str:
     return (
-        f"recover-run --join --recover-coordinator {coordinators} --world-size {plan.world_size} "
-        f"--master-addr {plan.master_addr} --master-port {plan.master_port}"
+        f"recover-run --join --recover-coordinator {coordinators} --world-size {spec.world_size} "
+        f"--master-addr {spec.master_addr} --master-port {spec.master_port}"
     )
 
 
-def no_coordinator_yet(plan: LaunchSpec) -> str:
+def no_coordinator_yet(spec: LaunchSpec) -> str:
     return (
-        f"no process listens at {join_addresses(plan.coordinators)}, and no run is known to have begun there: waiting "
-        f"at most {plan.rendezvous_timeout:g} s (--rendezvous-timeout) for the run's first coordinator"
+        f"no process listens at {join_addresses(spec.coordinators)}, and no run is known to have begun there: waiting "
+        f"at most {spec.rendezvous_timeout:g} s (--rendezvous-timeout) for the run's first coordinator"
     )
 
 

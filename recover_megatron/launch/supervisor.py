@@ -25,10 +25,10 @@ from recover_megatron.launch.workers import successors
 from recover_megatron.launch.workers.dying import Ending
 from recover_megatron.launch.workers.environment import WorkerEnvironment, sets_omp_threads
 from recover_megatron.launch.workers.log_folder import FolderLock, LogFolder
-from recover_megatron.launch.workers.loop import LaunchSignals
 from recover_megatron.launch.workers.output import Console, flush
 from recover_megatron.launch.workers.processes import START_AGAIN, Subreaper, leave_out
 from recover_megatron.launch.workers.reaper import Reaper
+from recover_megatron.launch.workers.signals import LaunchSignals
 from recover_megatron.launch.workers.states import (
     LAUNCH_FAILED,
     NO_FAULT,
@@ -55,7 +55,7 @@ class Supervisor:
 
     def __init__(
         self,
-        plan: LaunchSpec,
+        spec: LaunchSpec,
         listener: socket.socket | None,
         lock: FolderLock | None = None,
         other_locks: Sequence[FolderLock] = (),
@@ -65,7 +65,7 @@ class Supervisor:
         ``listener``: the store's socket, on node 0; ``lock``: lock of the log folder; ``other_locks``: locks of the
         script's folders.  A node other than 0 takes the locks after it has received the run's id from node 0.
         """
-        self._plan = plan
+        self._spec = spec
         self._state = LaunchState.STARTING
         self._code: int | None = None
         """Exit code if the launch was stopped (START_AGAIN before a new start); None if it was not stopped."""
@@ -78,38 +78,38 @@ class Supervisor:
         self._faulty = False
         """True if an unexpected exception of this launcher has been logged."""
         self._loop = EventLoop()
-        self._console = Console(self._loop, plan.world_size - 1, plan.log_dir, plan.log_format, plan.node_name)
+        self._console = Console(self._loop, spec.world_size - 1, spec.log_dir, spec.log_format, spec.node_name)
         say = self._console.say
         self._signals = LaunchSignals(self._loop, self)
         self._subreaper = Subreaper()
-        self._reaper = Reaper(self._loop, plan.launch_id, say)
-        self._folder = LogFolder(plan.log_dir, lock, self._loop, say, other_locks)
-        self._environment = WorkerEnvironment(plan, say)
+        self._reaper = Reaper(self._loop, spec.launch_id, say)
+        self._folder = LogFolder(spec.log_dir, lock, self._loop, say, other_locks)
+        self._environment = WorkerEnvironment(spec, say)
         self._table = WorkerTable(
-            plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited, self.worker_dying
+            spec, self._loop, self._console, self._folder, self._reaper, self.worker_exited, self.worker_dying
         )
-        self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
-        self._control = ControlPlane(plan, self._loop, say, self)
-        self._exporter = ExporterProcess(plan, self._loop, say)
-        self._late = LateNewcomers(plan, self._loop, self._table, self._control, say)
+        self._successors = Successors(spec, self._loop, self._table, say, self._start_tested, self._left_out)
+        self._control = ControlPlane(spec, self._loop, say, self)
+        self._exporter = ExporterProcess(spec, self._loop, say)
+        self._late = LateNewcomers(spec, self._loop, self._table, self._control, say)
         self._start_up = StartUp(
-            self._loop, plan, self._table, self._control, say, self.continue_without, self.fail_launch
+            self._loop, spec, self._table, self._control, say, self.continue_without, self.fail_launch
         )
-        secret = plan.secret() if plan.nnodes > 1 else None
-        self._peers = Peers(self._loop, plan, secret, listener, self._start_up.launcher_lost, say, self)
+        secret = spec.secret() if spec.nnodes > 1 else None
+        self._peers = Peers(self._loop, spec, secret, listener, self._start_up.launcher_lost, say, self)
         self._shutdown = Shutdown(self._loop, self._table, say, self._give_up)
-        self._conclusion = Conclusion(plan, self._table, self._control, self._peers, self._start_up, say)
+        self._conclusion = Conclusion(spec, self._table, self._control, self._peers, self._start_up, say)
 
     def run(self) -> int:
         """Supervise the workers until the launch has ended; return the exit code of recover-run."""
-        self._console.say(messages.opening(self._plan))
-        if sets_omp_threads(self._plan):
+        self._console.say(messages.opening(self._spec))
+        if sets_omp_threads(self._spec):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself for another value")
-        if not self._plan.control_plane:
+        if not self._spec.control_plane:
             self._console.say(messages.NO_CONTROL_PLANE)
-        self._table.add(successors.launched(self._plan))
+        self._table.add(successors.launched(self._spec))
         self._peers.join()
-        if self._plan.nnodes == 1:
+        if self._spec.nnodes == 1:
             self.start_control_plane(None)
         if self._state is LaunchState.STARTING:
             self.start_workers_if_ready()
@@ -161,17 +161,17 @@ class Supervisor:
         self._environment.add(variables)
         if SECRET_VARIABLE in variables:
             self._folder.keep_secret(variables[SECRET_VARIABLE])
-        elif not self._plan.coordinators and SECRET_FILE_VARIABLE not in self._plan.environ:
+        elif not self._spec.coordinators and SECRET_FILE_VARIABLE not in self._spec.environ:
             self._folder.forget_secret()
-        if self._plan.has_newcomers:
+        if self._spec.has_newcomers:
             self._control.when_decided(self._run_over)
             self._control.when_decided(self._successors.run_over)
-        if self._plan.needs_all:
+        if self._spec.needs_all:
             self._control.when_decided(self._start_up.run_over)
-        if self._plan.coordinators:
-            self._control.when_led(self._plan.rendezvous_timeout, self._join_run)
-        elif self._plan.fault_tolerant and self._plan.has_secret:
-            self._console.say(messages.how_to_join(self._plan, variables[COORDINATOR_VARIABLE]))
+        if self._spec.coordinators:
+            self._control.when_led(self._spec.rendezvous_timeout, self._join_run)
+        elif self._spec.fault_tolerant and self._spec.has_secret:
+            self._console.say(messages.how_to_join(self._spec, variables[COORDINATOR_VARIABLE]))
         self.start_workers_if_ready()
 
     def _run_over(self) -> None:
@@ -186,10 +186,10 @@ class Supervisor:
             self._stop(messages.no_run_to_join(*end), end[0])
             return
         if not self._control.agent.led:
-            waited = f"no leader answered within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
+            waited = f"no leader answered within {self._spec.rendezvous_timeout:g} s (--rendezvous-timeout)"
             self._stop(f"the run's coordinators are unreachable: {self._control.agent.out or waited}", LAUNCH_FAILED)
             return
-        self._table.add(successors.joined(self._plan, self._control.agent.taken, secrets.randbelow))
+        self._table.add(successors.joined(self._spec, self._control.agent.taken, secrets.randbelow))
         self.start_workers_if_ready()
 
     def start_workers_if_ready(self) -> None:
@@ -201,7 +201,7 @@ class Supervisor:
             return
         if not self._table.all:  # this launcher joins a run, and does not know yet which worker ids are free
             return
-        if self._plan.control_plane and not self._control.is_open:
+        if self._spec.control_plane and not self._control.is_open:
             return
         if reason := self._folder.share(self._peers.run_id):
             self._stop(reason, REFUSED)
@@ -268,17 +268,17 @@ class Supervisor:
                 other.live and other.worker_id in self._control.agent.condemned for other in self._table.all
             )
             ending = stopping or self._control.agent.out is not None
-            tests, going_on = bool(self._plan.device_test_argv), None if ending else len(others) - condemned
+            tests, going_on = bool(self._spec.device_test_argv), None if ending else len(others) - condemned
             line = messages.worker_ended(worker, going_on, left_behind, successor, condemned, cause, tests_device=tests)
             self._console.say(line)
-        if self._plan.elastic and "MASTER_ADDR" in self._table.last_words.get(worker.worker_id, ""):
+        if self._spec.elastic and "MASTER_ADDR" in self._table.last_words.get(worker.worker_id, ""):
             self._console.say(messages.NO_PROCESS_GROUP)
         if successor is not None:
             self._successors.start(successor, self._environment.of(successor, self._peers.run_id))
         elif not others:
             self._own_workers_ended()
         elif (
-            not self._plan.coordinators
+            not self._spec.coordinators
             and not self._control.agent.planned
             and not any(w.live for w in self._table.launched)
         ):
@@ -287,7 +287,7 @@ class Supervisor:
     def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
         """Return whether to log the end of ``worker``; usually False if it finished or this launcher stopped it."""
         if worker.state is WorkerState.FINISHED:
-            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron's helpers are no news
+            return bool(left_behind) and not self._spec.fault_tolerant  # Megatron's helpers are no news
         victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was logged
         ordered = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
         return not ordered and not self._late.already_logged(worker)
@@ -306,7 +306,7 @@ class Supervisor:
         if worker is not None:
             self._successors.evict(worker_id)
             self._table.note(worker_id, f"{messages.EVICTED}: {reason}")
-            alone = "; it is not replaced: its host or device may need a check" * bool(self._plan.max_restarts)
+            alone = "; it is not replaced: its host or device may need a check" * bool(self._spec.max_restarts)
             self._console.say(f"worker {worker_id} is evicted from the run ({reason}): killing it{alone}")
             self._table.signal([worker], signal.SIGKILL)
 
@@ -330,7 +330,7 @@ class Supervisor:
     def _own_workers_ended(self) -> None:
         if self._state is LaunchState.STOPPING:
             self._end()
-        elif self._plan.coordinators and all(outcome.exit_code == REFUSED for outcome in self._table.outcomes):
+        elif self._spec.coordinators and all(outcome.exit_code == REFUSED for outcome in self._table.outcomes):
             self._stop("the run has refused all workers of this node", REFUSED)
         elif self._peers.own_workers_ended(self._table.outcomes):
             self._state = LaunchState.WAITING
@@ -340,7 +340,7 @@ class Supervisor:
     def peers_ended(self) -> None:
         """End the launch; on several nodes, first wait for the end of the run, which decides the exit code and may need
         this node's candidate."""
-        if (self._plan.nnodes > 1 or self._plan.coordinators) and self._control.undecided:
+        if (self._spec.nnodes > 1 or self._spec.coordinators) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
                 "the workers of this node have ended; waiting until the coordinator reports how the run ends"
@@ -364,7 +364,7 @@ class Supervisor:
             self._control.stopping(number)
             self._ended_by = f"ended by {signal.Signals(number).name}"
             self._stop(f"{signal.Signals(number).name} received", 128 + number)
-            self._why = f"{self._ended_by}, which the launcher on {self._plan.node_name} received"
+            self._why = f"{self._ended_by}, which the launcher on {self._spec.node_name} received"
 
     def kill_asked(self) -> None:
         self._console.say("second signal: killing all workers at once")
@@ -372,7 +372,7 @@ class Supervisor:
 
     def fail_launch(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
         if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
-            without = without or self._plan.without
+            without = without or self._spec.without
             self._peers.fail(reason, code, without)
             self.stop_with_peers(reason, code, without)
 
@@ -397,7 +397,7 @@ class Supervisor:
         self._state = LaunchState.STOPPING
         self._code, self._why = code, reason
         running, again = self._table.running, code == START_AGAIN
-        grace = self._plan.grace_seconds if grace is None else min(grace, self._plan.grace_seconds)
+        grace = self._spec.grace_seconds if grace is None else min(grace, self._spec.grace_seconds)
         then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {grace:g} s"
         self._console.say(reason + (then if running and not again else ""))
         self._shutdown.begin(grace, at_once=again)
@@ -421,11 +421,11 @@ class Supervisor:
             self._control.stopped()
         stopped = self._code is not None and self._code != START_AGAIN
         # After the training has begun, other nodes may continue it, so this launcher does not know how it ends.
-        known = stopped and (self._plan.nnodes == 1 or self._start_up.under_way)
+        known = stopped and (self._spec.nnodes == 1 or self._start_up.under_way)
         self._exporter.end((self._code, self._why) if known else None)
         self._control.end_candidates()
         self._table.abandon(self._table.live)
-        if left := self._subreaper.kill_all(self._plan.launch_id, self._reaper.spared):
+        if left := self._subreaper.kill_all(self._spec.launch_id, self._reaper.spared):
             pids = [process.pid for process in left]
             self._console.say(f"these processes cannot be killed (blocked in the kernel, or of another user): {pids}")
         self._write_workers()

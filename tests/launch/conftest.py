@@ -265,7 +265,7 @@ def refused_here(bench, monkeypatch, capsys):
     return refused_here
 
 
-def plan_of(
+def spec_of(
     *,
     script: str = "",
     script_args: Sequence[str] = (),

@@ -32,7 +32,7 @@ from recover_megatron.network.event_loop import EventLoop
 from tests.harness.processes import children, closed_port, command_line
 from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import IN_THE_RUN, SECRET, plan_of
+from .conftest import IN_THE_RUN, SECRET, spec_of
 
 ORDERS = ("evict", "epoch_wanted", "epoch_formed", "noted", "draining")
 USES_IT = """
@@ -111,7 +111,7 @@ def test_a_signal_after_the_training_is_no_fault_of_a_node_beside_others() -> No
 def test_a_worker_that_came_late_and_was_refused_is_no_fault_of_a_finished_run(worker: int, code: int) -> None:
     outcomes = [ExitOutcome(0, 0, None, 1.0), ExitOutcome(worker, 2, None, 2.0)]
     control = SimpleNamespace(agent=SimpleNamespace(left=frozenset({0, worker})))
-    conclusion = SimpleNamespace(_control=control, _plan=plan_of(), _table=SimpleNamespace(outcomes=outcomes))
+    conclusion = SimpleNamespace(_control=control, _spec=spec_of(), _table=SimpleNamespace(outcomes=outcomes))
     assert Conclusion._code_after_training(conclusion) == code
 
 
@@ -357,7 +357,7 @@ def test_the_end_of_a_run_is_what_one_of_its_own_coordinators_has_logged(
 @contextmanager
 def joiner(folder: Path, addresses: Sequence[Address], timeout: float, say: Callable[[str], None]) -> Iterator:
     """The control plane of a launcher that joins a run whose workers give up a coordinator after 4 ``timeout``."""
-    loop, plan = EventLoop(), plan_of(joins=addresses, joined_world_size=2, log_dir=folder)
+    loop, plan = EventLoop(), spec_of(joins=addresses, joined_world_size=2, log_dir=folder)
     control = ControlPlane(plan, loop, say, SimpleNamespace(**dict.fromkeys(ORDERS)))
     control._settings = dataclasses.replace(
         control._settings, heartbeat_interval=timeout / 2, heartbeat_timeout=timeout

@@ -25,7 +25,7 @@ from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
 
-from .conftest import SECRET, Bench, plan_of
+from .conftest import SECRET, Bench, spec_of
 from .test_newcomers import ended
 from .test_store import ALL_REDUCE
 
@@ -70,11 +70,11 @@ def test_workers_get_torchruns_variables_and_ours(bench):
 
 def test_a_newcomer_of_the_library_finds_no_store_in_which_it_would_wait_for_ever():
     def store_of(worker: object, **fields: object) -> list[str]:
-        environment = WorkerEnvironment(plan_of(max_restarts=1, environ={"MASTER_ADDR": "mine"}, **fields), print)
+        environment = WorkerEnvironment(spec_of(max_restarts=1, environ={"MASTER_ADDR": "mine"}, **fields), print)
         return [name for name in environment.of(worker, "r") if name.startswith("MASTER_")]
 
-    launched = successors.launched(plan_of())[0]
-    newcomer = successors.Replacements(plan_of(max_restarts=1)).of(ended(launched, -9), 0)
+    launched = successors.launched(spec_of())[0]
+    newcomer = successors.Replacements(spec_of(max_restarts=1)).of(ended(launched, -9), 0)
     both = ["MASTER_ADDR", "MASTER_PORT"]
     assert (store_of(newcomer, elastic=True), store_of(launched, elastic=True), store_of(newcomer)) == ([], both, both)
 
@@ -255,7 +255,7 @@ def test_a_host_without_the_loopback_of_ipv4_has_that_of_ipv6(monkeypatch: pytes
     monkeypatch.setattr(own_addresses, "LOOPBACK", NONE)
     assert loopback() == "::1"
     monkeypatch.setattr(control_plane, "LOOPBACK", NONE)
-    control = ControlPlane(plan_of(), EventLoop(), pytest.fail, SimpleNamespace())
+    control = ControlPlane(spec_of(), EventLoop(), pytest.fail, SimpleNamespace())
     addresses, listeners, host = control._places(None)
     for _, listener in listeners:
         listener.close()

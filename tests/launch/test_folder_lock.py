@@ -22,7 +22,7 @@ from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import IN_THE_RUN, SECRET, UNTIL_TOLD, plan_of
+from .conftest import IN_THE_RUN, SECRET, UNTIL_TOLD, spec_of
 from .test_newcomers import HELD, SCRIPT, how_to_join, training
 
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
@@ -293,7 +293,7 @@ def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(be
 def saving(folder, script="pretrain_gpt.py", **fields):
     words = ("--save", str(folder))
     more = {"nproc_per_node": 1, "fault_tolerant": False, "script_args": words, **fields}
-    return plan_of(script=script, **more)
+    return spec_of(script=script, **more)
 
 
 def test_a_second_launch_that_saves_into_a_folder_is_refused_until_the_first_has_ended(tmp_path, capsys):
@@ -315,7 +315,7 @@ def test_a_second_run_that_logs_where_another_does_is_refused_and_the_same_run_c
         """With its own --log-dir, and --recover-log-dir ``name``; the last word is the script's own."""
         folder, where = tmp_path / f"of-{fields['run_id']}", str(tmp_path / name)
         folder.mkdir(exist_ok=True)
-        return plan_of(script_args=("--recover", "--recover-log-dir", where, "8"), log_dir=folder, **fields)
+        return spec_of(script_args=("--recover", "--recover-log-dir", where, "8"), log_dir=folder, **fields)
 
     ((first,), its) = command._lock_folders(logging("steps", run_id="1", nnodes=2))
     assert (first.folder, first.held) == (tmp_path / "steps", True)

@@ -19,10 +19,10 @@ from tests.drawn import some
 from tests.harness.processes import free_port
 from tests.harness.waiting import eventually
 
-from .conftest import SECRET, Bench, Launch, plan_of
+from .conftest import SECRET, Bench, Launch, spec_of
 from .test_several_nodes import HELD, ITERATIONS, PLAIN, kill_nodes, losses, wait_for_iteration
 
-FIRST = plan_of(nnodes=2, lease="auto")
+FIRST = spec_of(nnodes=2, lease="auto")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answer]:
 def test_a_node_tells_what_the_witness_calls_it(
     answers: type[Answer], kind: str, environ: dict[str, str], told: dict[str, str]
 ) -> None:
-    plan = plan_of(node_rank=1, nnodes=3, witness=kind, environ=environ)
+    plan = spec_of(node_rank=1, nnodes=3, witness=kind, environ=environ)
     assert leasing.look_for_witness(plan) == {"node": "h-1", **told}
 
 
@@ -202,7 +202,7 @@ def test_a_witness_that_does_not_know_that_a_node_with_a_candidate_runs_is_none(
     answers: type[Answer], found: Mapping[str, bool] | NoAnswer
 ) -> None:
     answers.found = found
-    first, last = (plan_of(nnodes=10, node_rank=node, witness="auto", environ=IN_SLURM) for node in (1, 9))
+    first, last = (spec_of(nnodes=10, node_rank=node, witness="auto", environ=IN_SLURM) for node in (1, 9))
     assert "SLURM's controller" in leasing.look_for_witness(first)["reason"]
     assert "reason" not in leasing.look_for_witness(last), "it has no candidate, and does not ask"
 
@@ -212,7 +212,7 @@ def told(*kinds: str) -> dict[int, dict[str, str]]:
 
 
 def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names() -> None:
-    scope, line = leasing.agree_on_witness(plan_of(), told(SLURM, SLURM), lease=True)
+    scope, line = leasing.agree_on_witness(spec_of(), told(SLURM, SLURM), lease=True)
     assert scope == Scope(SLURM, {"host-0": "n0", "host-1": "n1"})
     assert "if SLURM's controller confirms" in line
 
@@ -231,7 +231,7 @@ def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names(
     ],
 )
 def test_else_there_is_none_and_a_line_says_why(words: dict[int, dict[str, str]], lease: bool, line: str) -> None:
-    scope, said = leasing.agree_on_witness(plan_of(), words, lease)
+    scope, said = leasing.agree_on_witness(spec_of(), words, lease)
     assert scope is None
     assert line in said
     assert bool(said) == bool(line)

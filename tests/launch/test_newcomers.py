@@ -16,7 +16,7 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.waiting import eventually
 
-from .conftest import SECRET, plan_of
+from .conftest import SECRET, spec_of
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def ended(worker: WorkerProcess, status: int) -> WorkerProcess:
 def test_no_id_is_used_twice_by_any_launcher():
     used: list[int] = []
     for node in range(3):
-        plan = plan_of(nnodes=3, node_rank=node, spares=2, max_restarts=3)
+        plan = spec_of(nnodes=3, node_rank=node, spares=2, max_restarts=3)
         workers = successors.launched(plan)
         used += [worker.worker_id for worker in workers]
         replacements = successors.Replacements(plan)
@@ -96,13 +96,13 @@ def test_no_id_is_used_twice_by_any_launcher():
 
 
 def test_spares_are_on_the_last_node_behind_its_workers():
-    assert [len(successors.launched(plan_of(nnodes=2, node_rank=node, spares=2))) for node in (0, 1)] == [4, 6]
-    spare = successors.launched(plan_of(nnodes=2, node_rank=1, spares=2))[4]
+    assert [len(successors.launched(spec_of(nnodes=2, node_rank=node, spares=2))) for node in (0, 1)] == [4, 6]
+    spare = successors.launched(spec_of(nnodes=2, node_rank=1, spares=2))[4]
     assert (spare.worker_id, spare.local_rank, spare.rank) == (8, 4, None)
 
 
 def test_a_launcher_that_joins_takes_ids_that_nobody_has_for_itself_and_its_restarts():
-    plan = plan_of(nproc_per_node=2, max_restarts=2, joins=(("h", 1),), joined_world_size=4)
+    plan = spec_of(nproc_per_node=2, max_restarts=2, joins=(("h", 1),), joined_world_size=4)
     draws = iter([5, 0, 7, 100])
     taken = frozenset({successors.JOINED_FROM + 8, successors.JOINED_FROM + 3})
     workers = successors.joined(plan, taken, lambda below: next(draws))
@@ -115,7 +115,7 @@ def test_a_launcher_that_joins_takes_ids_that_nobody_has_for_itself_and_its_rest
 
 @pytest.mark.parametrize("status", [0, 10, 11, 12, 13])
 def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
-    plan = plan_of(max_restarts=1)
+    plan = spec_of(max_restarts=1)
     replacements = successors.Replacements(plan)
     workers = successors.launched(plan)
     assert replacements.of(ended(workers[0], status), 0) is None
@@ -126,7 +126,7 @@ def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
 
 def test_nobody_is_started_where_a_node_is_drained_and_somebody_is_again_where_it_stays_after_all():
     nothing = SimpleNamespace(first_id=0, add=lambda workers: None, last_words={})
-    plan = plan_of(max_restarts=2)
+    plan = spec_of(max_restarts=2)
     workers = successors.launched(plan)
     starting = Successors(plan, None, nothing, print, print, print)
     assert [starting.stop(), starting.stop()] == [True, False]

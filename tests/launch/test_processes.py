@@ -20,7 +20,6 @@ import pytest
 
 from recover_megatron.launch.workers import processes
 from recover_megatron.launch.workers import reaper as reaper_module
-from recover_megatron.launch.workers.loop import LaunchSignals
 from recover_megatron.launch.workers.processes import (
     Process,
     Subreaper,
@@ -32,6 +31,7 @@ from recover_megatron.launch.workers.processes import (
     spawn,
 )
 from recover_megatron.launch.workers.reaper import Reaper, beat
+from recover_megatron.launch.workers.signals import LaunchSignals
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.network import system

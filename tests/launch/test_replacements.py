@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from recover_megatron.launch.workers import successors
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from recover_megatron.launch.workers.successors import JOIN_SECONDS, LateNewcomers, Successors
-from tests.launch.conftest import plan_of
+from tests.launch.conftest import spec_of
 from tests.launch.test_newcomers import ended
 
 
 def test_replacements_that_fail_alike_wait_ever_longer_and_the_last_is_kept_for_another_cause():
-    plan = plan_of(max_restarts=6)
+    plan = spec_of(max_restarts=6)
     replacements = successors.Replacements(plan)
     launched = successors.launched(plan)
     worker, waits = replacements.of(ended(launched[0], -9), 0), []
@@ -30,8 +30,8 @@ def test_replacements_that_fail_alike_wait_ever_longer_and_the_last_is_kept_for_
 
 
 def test_replacements_that_fail_in_other_words_do_not_wait():
-    replacements = successors.Replacements(plan_of(max_restarts=3))
-    worker = replacements.of(ended(successors.launched(plan_of())[0], -9), 0)
+    replacements = successors.Replacements(spec_of(max_restarts=3))
+    worker = replacements.of(ended(successors.launched(spec_of())[0], -9), 0)
     for words in ("PermissionError: /data/cache", "RuntimeError: no kernel image"):
         worker = replacements.of(ended(worker, 1), 0, words)
         assert worker is not None
@@ -39,7 +39,7 @@ def test_replacements_that_fail_in_other_words_do_not_wait():
 
 
 def test_replacements_that_are_killed_before_they_have_a_place_wait_as_those_that_fail():
-    plan = plan_of(max_restarts=4)
+    plan = spec_of(max_restarts=4)
     replacements = successors.Replacements(plan)
     worker, waits = replacements.of(ended(successors.launched(plan)[0], -9), 0), []
     for _ in range(2):
@@ -60,7 +60,7 @@ class Played:
         self.said: list[str] = []
         self.started: list[int] = []
         self.ends: list[str] = []
-        plan = plan_of(max_restarts=max_restarts)
+        plan = spec_of(max_restarts=max_restarts)
         self.workers = successors.launched(plan)
         self.successors = Successors(plan, self, self, self.said.append, self.start, lambda: self.ends.append("left"))
 
@@ -120,7 +120,7 @@ def test_a_replacement_that_waits_does_not_keep_a_launch_whose_run_is_over():
 
 
 def test_the_console_and_the_note_say_which_newcomer_of_the_library_does_not_come():
-    plan, due, said, notes = plan_of(elastic=True, max_restarts=3), [], [], {}
+    plan, due, said, notes = spec_of(elastic=True, max_restarts=3), [], [], {}
     control = SimpleNamespace(agent=SimpleNamespace(planned={0, 1, 2, 3, 5}))
     loop = SimpleNamespace(call_later=lambda *call: due.append(call))
     late = LateNewcomers(plan, loop, SimpleNamespace(note=notes.__setitem__), control, said.append)
@@ -139,5 +139,5 @@ def test_the_console_and_the_note_say_which_newcomer_of_the_library_does_not_com
         "worker 4 on h was started in place of worker 0 and has not joined the run for 60 s; the run"
     )
     assert "torch.distributed.init_process_group()" in line
-    LateNewcomers(plan_of(max_restarts=3), loop, None, control, said.append).started(workers[0])
+    LateNewcomers(spec_of(max_restarts=3), loop, None, control, said.append).started(workers[0])
     assert len(due) == 3, "Megatron's take longer, and say what they do"

@@ -18,7 +18,7 @@ from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.slurm import address_of, left_alone, places_of
 from tests.harness import REPOSITORY
 
-from .conftest import SECRET, plan_of
+from .conftest import SECRET, spec_of
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -253,7 +253,7 @@ def pod(folder: Path, *answers: str, **more: str) -> subprocess.CompletedProcess
 @pytest.fixture
 def joinable(tmp_path: Path) -> LaunchSpec:
     """A launch whose node 0 has said in the folder how the run is joined; a host's crash has left a NUL byte there."""
-    plan = plan_of(nnodes=2, nproc_per_node=1)
+    plan = spec_of(nnodes=2, nproc_per_node=1)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "launcher-0.log").write_text(f"recover-run: {messages.how_to_join(plan, 'c:7')}\n\0")
     return plan

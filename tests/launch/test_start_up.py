@@ -30,7 +30,7 @@ from tests.harness import REPOSITORY
 from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import UNTIL_TOLD, Bench, Launch, plan_of
+from .conftest import UNTIL_TOLD, Bench, Launch, spec_of
 
 ENDLESS = """
     import os, sys, time
@@ -240,7 +240,7 @@ class Start:
     """A ``StartUp`` of four nodes with two workers each, the last of which has three spares."""
 
     def __init__(self, **fields: object) -> None:
-        self.plan = plan_of(**{"nnodes": 4, "nproc_per_node": 2, "node_rank": 0, "spares": 3, "script": "x", **fields})
+        self.plan = spec_of(**{"nnodes": 4, "nproc_per_node": 2, "node_rank": 0, "spares": 3, "script": "x", **fields})
         self.ended: list[tuple[str, int, tuple[int, ...]]] = []
         self.said: list[str] = []
         self.waits: list[Callable[[], None]] = []
@@ -302,13 +302,13 @@ def test_a_node_that_is_lost_when_the_training_has_begun_ends_nothing() -> None:
 
 
 def test_spares_have_the_places_of_the_workers_of_nodes_that_are_left_out() -> None:
-    plan = plan_of(nnodes=4, nproc_per_node=2, node_rank=3, spares=5, without=(2, 1))
+    plan = spec_of(nnodes=4, nproc_per_node=2, node_rank=3, spares=5, without=(2, 1))
     workers = [(worker.worker_id, worker.local_rank, worker.rank) for worker in successors.launched(plan)]
     assert workers == [(6, 0, 6), (7, 1, 7), (4, 2, 4), (5, 3, 5), (2, 4, 2), (3, 5, 3), (8, 6, None)]
     assert plan.candidate_nodes == (0, 3)
     assert launch_environment(plan)["LOCAL_WORLD_SIZE"] == "6"
-    assert plan_of(nnodes=6, slurm=True, without=(1,)).candidate_nodes == (2, 3, 4)
-    assert [w.worker_id for w in successors.launched(plan_of(nnodes=4, nproc_per_node=2, node_rank=0, spares=5))] == [
+    assert spec_of(nnodes=6, slurm=True, without=(1,)).candidate_nodes == (2, 3, 4)
+    assert [w.worker_id for w in successors.launched(spec_of(nnodes=4, nproc_per_node=2, node_rank=0, spares=5))] == [
         0,
         1,
     ]
@@ -410,7 +410,7 @@ def test_a_launcher_lets_its_coordinator_write_how_the_run_has_ended_before_it_e
     wait = lambda seconds: None  # noqa: E731
     agent = SimpleNamespace(out=over, led=True, epoch=1, connected_to=address, catch_up=wait, wait_out=wait)
     start = lambda _: spawn(["/bin/sh", "-c", f"echo stop >{log}"], os.environ, 1, 2)  # noqa: E731
-    control = ControlPlane(plan_of(), loop, pytest.fail, SimpleNamespace())
+    control = ControlPlane(spec_of(), loop, pytest.fail, SimpleNamespace())
     control.agent = agent
     candidate = HostedCandidate(loop, SimpleNamespace(number=0, start=start), listener, agent, pytest.fail)
     control._candidates[address] = candidate

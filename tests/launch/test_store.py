@@ -28,7 +28,7 @@ from tests.harness import REPOSITORY
 from tests.harness.processes import closed_port, free_port, processes_with
 from tests.harness.waiting import eventually
 
-from .conftest import SECRET, Bench, plan_of
+from .conftest import SECRET, Bench, spec_of
 
 ALL_REDUCE = """
     import os
@@ -376,7 +376,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, int]]:
         told: list[tuple[object, ...]] = []
         events = SimpleNamespace(note="note", failed="failed")
         launcher = Guest(
-            plan_of(nnodes=2, node_rank=1, nproc_per_node=1), SEAL, events, lambda *words, told=told: told.append(words)
+            spec_of(nnodes=2, node_rank=1, nproc_per_node=1), SEAL, events, lambda *words, told=told: told.append(words)
         )
         launcher._run_id = "r"
         kept = Kept(
@@ -411,7 +411,7 @@ def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: C
 def test_a_node_takes_part_without_a_door_where_its_address_is_not_its_own(address: str, fault_tolerant: bool) -> None:
     """Behind NAT; and where nobody looks at the door it has none."""
     shape = {"nnodes": 5, "nproc_per_node": 1, "control_plane": False}
-    plan = plan_of(**shape, node_rank=4, node_address=address, fault_tolerant=fault_tolerant)
+    plan = spec_of(**shape, node_rank=4, node_address=address, fault_tolerant=fault_tolerant)
     node = Guest(plan, SEAL, SimpleNamespace(), pytest.fail)
     job = {**shape, "candidates": [0, 1, 2], "run_id": "r", "flags": codes(plan.flags)}
     kept = Kept({PREFIX + "job": SEAL.wrap("job", "", job)})
@@ -429,7 +429,7 @@ def test_who_was_left_out_of_a_start_has_no_part_in_it_and_others_make_theirs_wi
     monkeypatch: pytest.MonkeyPatch, rank: int, knows: tuple[int, ...], without: list[int], told: int | None
 ) -> None:
     said: list[tuple] = []
-    plan = plan_of(nnodes=5, node_rank=rank, nproc_per_node=1, spares=2, without=knows)
+    plan = spec_of(nnodes=5, node_rank=rank, nproc_per_node=1, spares=2, without=knows)
     node = Guest(plan, SEAL, SimpleNamespace(failed="failed"), lambda *words: said.append(words))
     attempts: list[int] = []
     monkeypatch.setattr(guest, "keep_attempt", attempts.append)
@@ -457,7 +457,7 @@ def test_a_node_that_does_not_come_to_the_start_that_is_made_again_is_left_out_t
     said: list[tuple] = []
     ended: list[tuple] = []
     more = {"rendezvous_timeout": -1.0, "attempt": 1, "max_restarts": 2, "without": (1, 3), "spares": spares}
-    plan = plan_of(nnodes=5, nproc_per_node=1, **more)
+    plan = spec_of(nnodes=5, nproc_per_node=1, **more)
     events = SimpleNamespace(failed="failed", note="note")
     node = Host(plan, Kept({}), SEAL, events, lambda *words: said.append(words), lambda *words: ended.append(words))
     node._newcomer(4, {"nonce": "n", "count": 1, "host": "h", "coordinator": ["10.0.0.4", 7]})
@@ -474,7 +474,7 @@ def test_a_node_0_that_was_stopped_itself_reads_what_others_have_said_before_it_
     words = {"nonce": "n", "count": 2, "report": []}
     kept = Kept({PREFIX + "node/1": SEAL.wrap("node/1", "r", words)})
     events = SimpleNamespace(node_lost="lost", report="report")
-    plan = plan_of(nnodes=2, nproc_per_node=1, control_plane=False)
+    plan = spec_of(nnodes=2, nproc_per_node=1, control_plane=False)
     node = Host(plan, kept, SEAL, events, lambda what, *_: said.append(what), pytest.fail)
     node._missing, node._members = set(), {1: _Member("n", 1, -1000.0)}
     monkeypatch.setattr(host, "BEAT_SECONDS", 0.0)
@@ -486,8 +486,8 @@ def test_a_node_0_that_was_stopped_itself_reads_what_others_have_said_before_it_
 def test_who_hosts_a_candidate_is_not_reckoned_anew_for_each_of_a_thousand_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    node = Host(plan_of(nnodes=1000), Kept({}), SEAL, SimpleNamespace(note=""), lambda *_: None, pytest.fail)
-    assert len(node._plan.candidate_nodes) == 3
+    node = Host(spec_of(nnodes=1000), Kept({}), SEAL, SimpleNamespace(note=""), lambda *_: None, pytest.fail)
+    assert len(node._spec.candidate_nodes) == 3
     monkeypatch.setattr(spec, "min", pytest.fail, raising=False)
     for rank in range(3, 9):
         assert node._newcomer(rank, {"nonce": "n", "count": 1, "host": "h"})
@@ -499,7 +499,7 @@ def test_a_node_0_that_is_lost_before_all_have_come_is_no_fault_of_the_launch(
 ) -> None:
     said: list[tuple] = []
     events = SimpleNamespace(failed="failed", accepted="accepted")
-    plan = plan_of(nnodes=2, node_rank=1, nproc_per_node=1, fault_tolerant=fault_tolerant)
+    plan = spec_of(nnodes=2, node_rank=1, nproc_per_node=1, fault_tolerant=fault_tolerant)
     node = Guest(plan, SEAL, events, lambda *words: said.append(words))
     monkeypatch.setattr(node, "_join", lambda: (Kept({}), SimpleNamespace()))
     monkeypatch.setattr(guest, "timed_out", lambda error: False)
@@ -514,14 +514,14 @@ def test_a_launcher_of_node_0_that_comes_second_hears_of_the_run_from_the_others
     for seal, code in ((SEAL, LEFT_OUT), (Seal(None), None)):
         told: list[tuple[object, ...]] = []
         events = SimpleNamespace(note="note", failed="failed")
-        plan = plan_of(nnodes=2, nproc_per_node=1, control_plane=False)
+        plan = spec_of(nnodes=2, nproc_per_node=1, control_plane=False)
         node = Host(plan, Kept({}), seal, events, lambda *say, told=told: told.append(say), lambda *_: None)
         assert node._heard(1, words) is (code is None)
         assert [words[2] for words in told if words[0] == "failed"] == [code] * (code is not None)
 
 
 def test_a_node_tells_another_launch_of_its_run_only_while_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(nnodes=2, node_rank=1, nproc_per_node=1, control_plane=True)
+    plan = spec_of(nnodes=2, node_rank=1, nproc_per_node=1, control_plane=True)
     job = {"nnodes": 2, "nproc_per_node": 1, "control_plane": True, "flags": codes(plan.flags), "attempt": 0}
     for continues in (False, True):
         kept = Kept({PREFIX + "job": SEAL.wrap("job", "", {**job, "run_id": "another"})})

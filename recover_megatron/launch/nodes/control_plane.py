@@ -124,21 +124,21 @@ class ControlPlane:
     All callbacks are called by the event loop, in the main thread.
     """
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _loop: EventLoop
     _say: Callable[[str], None]
     _orders: Orders
     """Handler of the coordinator's orders, called in the main thread."""
 
     def __post_init__(self) -> None:
-        plan = self._plan
+        spec = self._spec
         # All processes of a run must use the same timeouts, so they are read from the script's flags.
-        self._settings = Settings.of(plan.script.times, start_needs_all=plan.needs_all)
+        self._settings = Settings.of(spec.script.times, start_needs_all=spec.needs_all)
         self._variables: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._host_address = loopback()
         self._candidates: dict[Address, HostedCandidate] = {}
-        self._joins_as_candidate = bool(plan.coordinators)
+        self._joins_as_candidate = bool(spec.coordinators)
         """True while a launcher that joins a run may still start its candidate."""
         self.agent: NodeAgent | NoAgent = NoAgent()
         """Session of this launcher with the coordinator; ``NoAgent`` before ``open``."""
@@ -151,55 +151,55 @@ class ControlPlane:
         ``candidates``: None for a launch on one node; else this object takes over their listener.  Raises SecretError
         if the user's secret is not valid, OSError if a process or socket cannot be created.
         """
-        plan = self._plan
-        generated = {} if plan.has_secret else {SECRET_VARIABLE: secrets.token_hex(32)}
-        self._environment = environment = {**plan.environ, **generated, LAUNCH_ID_VARIABLE: plan.launch_id}
+        spec = self._spec
+        generated = {} if spec.has_secret else {SECRET_VARIABLE: secrets.token_hex(32)}
+        self._environment = environment = {**spec.environ, **generated, LAUNCH_ID_VARIABLE: spec.launch_id}
         secret = find_secret(environment)
         addresses, listeners, host = self._places(candidates)
         self._host_address = host or self._host_address
         self.agent = NodeAgent(
             addresses,
-            plan.node_name,
+            spec.node_name,
             secret,
             _InMainThread(self._loop, self._orders, self._say, self._may_host),
             self._settings,
-            late=bool(plan.coordinators),
+            late=bool(spec.coordinators),
         )
         witness, lease = (candidates.witness, candidates.lease) if candidates else (None, None)
         try:
             for number, listener in listeners:
-                self._host(number, listener, Shared(lease, slack_of(plan), witness, witness is not None))
+                self._host(number, listener, Shared(lease, slack_of(spec), witness, witness is not None))
         except OSError:
             self.end_candidates()
             self.close()
             self.agent = NoAgent()
             raise
         own = {HOST_VARIABLE: host} if host is not None else {}
-        self._variables = {**generated, NODE_VARIABLE: plan.node_name, **own}
+        self._variables = {**generated, NODE_VARIABLE: spec.node_name, **own}
 
     def _places(
         self, candidates: Candidates | None
     ) -> tuple[Sequence[Address], list[tuple[int, socket.socket]], str | None]:
         """Return the addresses of all candidates; the number and socket of each candidate of this launcher; and this
         host's address for other nodes (None: workers use the default)."""
-        plan = self._plan
-        if plan.coordinators:
-            return plan.coordinators, [], plan.node_address or _own_address(plan.coordinators)
+        spec = self._spec
+        if spec.coordinators:
+            return spec.coordinators, [], spec.node_address or _own_address(spec.coordinators)
         if candidates is None:
             host = self._host_address
             listeners = [(number, listen(host)) for number in range(HERE)]
             # The workers use LOOPBACK by default.
-            for_workers = None if plan.node_address or host == LOOPBACK else host
+            for_workers = None if spec.node_address or host == LOOPBACK else host
             return [listener.getsockname()[:2] for _, listener in listeners], listeners, for_workers
-        own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
+        own = [(spec.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host
 
     def _host(self, number: int, listener: socket.socket, shared: Shared) -> Address:
         """Start candidate ``number`` on the socket ``listener``; return its address."""
-        plan, address = self._plan, listener.getsockname()[:2]
-        events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
-        environment = {**self._environment, **plan.lines}
-        command = CandidateCommand(number, plan.world_size, events, self._settings, environment, shared)
+        spec, address = self._spec, listener.getsockname()[:2]
+        events = spec.log_dir / f"events-{number}.jsonl" if spec.log_dir else Path(os.devnull)
+        environment = {**self._environment, **spec.lines}
+        command = CandidateCommand(number, spec.world_size, events, self._settings, environment, shared)
         self._candidates[address] = HostedCandidate(self._loop, command, listener, self.agent, self._say)
         return address
 
@@ -211,9 +211,9 @@ class ControlPlane:
         if not self._joins_as_candidate or self.agent.out is not None:
             return
         self._joins_as_candidate = False
-        if world != self._plan.world_size:
+        if world != self._spec.world_size:
             self._say(f"no candidate coordinator on this node: the run was launched with {world} workers, but "
-                      f"--world-size is {self._plan.world_size}")  # fmt: skip
+                      f"--world-size is {self._spec.world_size}")  # fmt: skip
             return
         if lease is not None and (why_not := lease_is_here(Path(lease))):
             self._say(f"no candidate coordinator on this node: it cannot access the run's lease: {why_not}")
@@ -298,12 +298,12 @@ class ControlPlane:
         self._after(partial(self._wait_led, time.monotonic() + seconds), callback)
 
     def _wait_led(self, until: float) -> None:
-        agent, folder, say = self.agent, self._plan.log_dir, partial(self._loop.call_from_thread, self._say)
+        agent, folder, say = self.agent, self._spec.log_dir, partial(self._loop.call_from_thread, self._say)
         patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # workers wait as long for a coordinator
         listened = announced = False
         while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
             with suppress(OSError):  # the log folder cannot be read
-                listened, self.found_ended = recorded(folder, self._plan.coordinators) if folder else (False, None)
+                listened, self.found_ended = recorded(folder, self._spec.coordinators) if folder else (False, None)
             refused, begun = agent.refused_seconds, listened or agent.attached
             if self.found_ended is None and begun and refused >= patience:
                 gone = f"no process has listened at the coordinators' addresses for {patience:g} s; if the run uses "
@@ -315,7 +315,7 @@ class ControlPlane:
                 return
             if refused and not begun and not announced:
                 announced = True
-                say(messages.no_coordinator_yet(self._plan))
+                say(messages.no_coordinator_yet(self._spec))
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` when this session has the coordinator's current state, or after ``seconds``."""

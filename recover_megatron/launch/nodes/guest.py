@@ -47,7 +47,7 @@ explain why this node is refused."""
 class Guest:
     """Store protocol on a node other than 0.  Call ``run`` in a separate thread; ``say`` is thread-safe."""
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _seal: Seal
     _events: NodeEvents
     _tell: Callable[..., None]
@@ -56,7 +56,7 @@ class Guest:
         self._run_id = ""
         self._lock = threading.Lock()
         self._count = 0
-        self._message: dict[str, Any] = {"host": self._plan.host, "nonce": secrets.token_hex(16)}
+        self._message: dict[str, Any] = {"host": self._spec.host, "nonce": secrets.token_hex(16)}
         self._ignored: set[str] = set()
         self._coordinators = ""
         self._door: socket.socket | None = None
@@ -76,17 +76,17 @@ class Guest:
                 return
             self._tell(self._events.accepted, self._run_id)
         except (RuntimeError, ImportError, ValueError, KeyError, TypeError) as error:
-            code = EXIT_NO_REPLICA if self._plan.attempt else LAUNCH_FAILED
+            code = EXIT_NO_REPLICA if self._spec.attempt else LAUNCH_FAILED
             self._tell(self._events.failed, f"the store of node 0 cannot be used: {one_line(error)}", code)
             return
         except OSError as error:
             self._tell(self._events.failed, f"no coordinator can listen on this host: {one_line(error)}", LAUNCH_FAILED)
             return
         try:
-            ended = self._plan.control_plane and not self._learn_candidates(store, own)
+            ended = self._spec.control_plane and not self._learn_candidates(store, own)
         except RuntimeError as error:
             reason = f"node 0 was lost before all nodes had reported their coordinators: {one_line(error)}"
-            self._tell(self._events.failed, reason, EXIT_NO_REPLICA if self._plan.fault_tolerant else LAUNCH_FAILED)
+            self._tell(self._events.failed, reason, EXIT_NO_REPLICA if self._spec.fault_tolerant else LAUNCH_FAILED)
             return
         while not ended:
             try:
@@ -100,20 +100,20 @@ class Guest:
 
     def say(self, store: Store, message: dict[str, Any], ring: bool = True) -> None:
         """Add the fields of ``message`` to this node's message in the store; ``ring``: True to wake node 0, too."""
-        key = f"node/{self._plan.node_rank}"
+        key = f"node/{self._spec.node_rank}"
         with self._lock:
             self._message |= message
             self._count += 1
             store.set(PREFIX + key, self._seal.wrap(key, self._run_id, {**self._message, "count": self._count}))
         if ring:
-            store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
+            store.queue_push(PREFIX + "bell", str(self._spec.node_rank))
 
     def refuse(self, reason: str, seconds: float) -> None:
         """Report to node 0 that this node does not join the launch; called instead of ``run``.
 
         Raises OSError if node 0's host is unreachable, or its store does not listen within ``seconds``.
         """
-        address, until = (self._plan.master_addr, self._plan.master_port), time.monotonic() + seconds
+        address, until = (self._spec.master_addr, self._spec.master_port), time.monotonic() + seconds
         while True:
             try:
                 socket.create_connection(address, timeout=seconds).close()
@@ -134,18 +134,18 @@ class Guest:
 
         Wait while only the store of an earlier start exists.  Return the store and the result of ``_take_part``.
         """
-        until = time.monotonic() + self._plan.rendezvous_timeout
+        until = time.monotonic() + self._spec.rendezvous_timeout
         while True:
             try:
-                store = join_store(self._plan.master_addr, self._plan.master_port)
+                store = join_store(self._spec.master_addr, self._spec.master_port)
                 self.reached = True
-                if not self._plan.attempt or self._attempt_of(store) >= self._plan.attempt:
+                if not self._spec.attempt or self._attempt_of(store) >= self._spec.attempt:
                     return store, self._take_part(store)
             except RuntimeError:
-                if not self._plan.attempt or time.monotonic() > until:
+                if not self._spec.attempt or time.monotonic() > until:
                     raise
             if time.monotonic() > until:
-                raise RuntimeError(f"node 0 has not started again within {self._plan.rendezvous_timeout:g} s")
+                raise RuntimeError(f"node 0 has not started again within {self._spec.rendezvous_timeout:g} s")
             time.sleep(_AGAIN_SECONDS)  # no event announces the new store of node 0
 
     def _attempt_of(self, store: Store) -> int:
@@ -157,26 +157,26 @@ class Guest:
 
         Node 0 answers with this launcher's nonce, which proves that ``job`` is not from an earlier run.
         """
-        plan = self._plan
+        spec = self._spec
         job = self._job(store)
-        own = OwnPlace(plan.node_address, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
-        if plan.fault_tolerant:
+        own = OwnPlace(spec.node_address, (spec.master_addr, spec.master_port), spec.node_rank in job["candidates"])
+        if spec.fault_tolerant:
             with contextlib.suppress(OSError):  # no such address here (NAT): then node 0 notices a loss later
                 self._door = listen(own.host)
         while True:
             if self._elsewhere(store, job):
                 return None
-            if reason := _disagreement(plan, job):
+            if reason := _disagreement(spec, job):
                 self._run_id = str(job["run_id"])
                 self.say(store, {"refusal": reason})
                 self._refused(reason)
                 return None
             if self._run_id != job["run_id"]:
                 self._run_id = str(job["run_id"])
-                candidate = self._candidate(own) if plan.control_plane else {"coordinator": None}
+                candidate = self._candidate(own) if spec.control_plane else {"coordinator": None}
                 door = self._door.getsockname()[:2] if self._door else None
                 self.say(store, {"door": door, **candidate})
-            welcome = self._next(store, f"welcome/{plan.node_rank}")
+            welcome = self._next(store, f"welcome/{spec.node_rank}")
             if welcome is not None and welcome["nonce"] == self._message["nonce"]:
                 return own
             if welcome is not None:
@@ -189,21 +189,21 @@ class Guest:
 
         Either this node is left out, or this launcher has another list of nodes to leave out and must start again.
         """
-        plan, without = self._plan, tuple(map(int, job.get("without", ())))
-        if plan.node_rank in without:
+        spec, without = self._spec, tuple(map(int, job.get("without", ())))
+        if spec.node_rank in without:
             self._run_id = str(job["run_id"])
             reply = self._look(store, "coordinators", self._run_id)
             addresses = [address_from(value) for value in reply["addresses"]] if reply else []
             self._left_out(join_addresses(addresses))
-        elif without != plan.without:
+        elif without != spec.without:
             keep_attempt(int(job["attempt"]))
             self._tell(self._events.failed, "node 0 has started the launch again", START_AGAIN, without)
-        return plan.node_rank in without or without != plan.without
+        return spec.node_rank in without or without != spec.without
 
     def _left_out(self, coordinators: str = "") -> None:
         """Stop this launcher, because the launch started again without this node."""
-        why = f"node {self._plan.node_rank} was lost at the start of the run, which started again without it"
-        self._tell(self._events.failed, continues_without(self._plan, why, coordinators), LEFT_OUT)
+        why = f"node {self._spec.node_rank} was lost at the start of the run, which started again without it"
+        self._tell(self._events.failed, continues_without(self._spec, why, coordinators), LEFT_OUT)
 
     def _come_second(self, store: Store) -> None:
         """Stop this launcher, because node 0 has already admitted another launcher as this node.
@@ -212,33 +212,33 @@ class Guest:
         continues without this node.  To tell the two cases apart, this launcher stops writing: the next message of a
         live first launcher then replaces the message of this launcher within BEAT_SECONDS.
         """
-        plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
+        spec, patience = self._spec, LOST_SECONDS + 2 * BEAT_SECONDS
         until = time.monotonic() + patience
-        first = f"the first launcher of node {plan.node_rank}"
+        first = f"the first launcher of node {spec.node_rank}"
         self._tell(self._events.note, f"{first} has already joined: waiting {patience:g} s for its next message")
         while time.monotonic() < until:
             if self._obey(store, self._look(store, "end", self._run_id)):
                 return
-            message = self._look(store, f"node/{plan.node_rank}", self._run_id)
+            message = self._look(store, f"node/{spec.node_rank}", self._run_id)
             if message is not None and message["nonce"] != self._message["nonce"]:
                 self._refused(
-                    f"node rank {plan.node_rank} has been taken by another launcher of this launch, on host "
+                    f"node rank {spec.node_rank} has been taken by another launcher of this launch, on host "
                     f"{message['host']}: give each node a different --node-rank"
                 )
                 return
-        reply = self._look(store, "coordinators", self._run_id) if plan.control_plane else None
+        reply = self._look(store, "coordinators", self._run_id) if spec.control_plane else None
         addresses = [address_from(value) for value in reply["addresses"]] if reply else []
-        reason = continues_without(plan, f"{first} is lost", join_addresses(addresses))
+        reason = continues_without(spec, f"{first} is lost", join_addresses(addresses))
         self._tell(self._events.failed, reason, LEFT_OUT)
 
     def _refused(self, reason: str) -> None:
         self._tell(self._events.failed, f"refused by node 0: {reason}", REFUSED)
 
     def _candidate(self, own: OwnPlace) -> dict[str, Any]:
-        witness = {"witness": leasing.look_for_witness(self._plan), "domains": self._plan.own_domains}
+        witness = {"witness": leasing.look_for_witness(self._spec), "domains": self._spec.own_domains}
         if own.address is None:
             return {"coordinator": None, **witness}
-        return {"coordinator": own.address, "lease": try_lease(self._plan, self._run_id), **witness}
+        return {"coordinator": own.address, "lease": try_lease(self._spec, self._run_id), **witness}
 
     def _job(self, store: Store) -> dict[str, Any]:
         """Return node 0's description of the launch.  Raises KeyError or TypeError if it is not valid.
@@ -250,7 +250,7 @@ class Guest:
             job = self._look(store, "job", "")
             if job is None and time.monotonic() > until and store.check([PREFIX + "job"]):
                 job = self._seal.peek(store.get(PREFIX + "job"))  # used only to explain a refusal
-                if _disagreement(self._plan, job) is None:
+                if _disagreement(self._spec, job) is None:
                     raise ValueError(f"node 0 does not prove that it has the job's secret: {SHARE_A_SECRET}")
             if job is not None:
                 return {"run_id": job["run_id"], "candidates": list(job["candidates"]), **job}
@@ -261,7 +261,7 @@ class Guest:
             reply = self._next(store, "coordinators")
             if reply:
                 addresses = [address_from(value) for value in reply["addresses"]]
-                lease = lease_path(self._plan, self._run_id) if reply["lease"] else None
+                lease = lease_path(self._spec, self._run_id) if reply["lease"] else None
                 witness = Scope.from_json(reply["witness"]) if reply.get("witness") else None
                 self._coordinators = join_addresses(addresses)
                 self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener, lease, witness))
@@ -280,11 +280,11 @@ class Guest:
             time.sleep(BEAT_SECONDS)  # the key exists, so ``wait`` would return without waiting
             return False
         without = tuple(map(int, end.get("without", ())))
-        if self._plan.node_rank in without:
+        if self._spec.node_rank in without:
             self._left_out()
         else:
             self._tell(self._events.failed, str(end["reason"]), int(end["code"]), without)
-        store.set(f"{PREFIX}end/seen/{self._plan.node_rank}", "1")
+        store.set(f"{PREFIX}end/seen/{self._spec.node_rank}", "1")
         return True
 
     def _next(self, store: Store, key: str) -> Any:
@@ -320,17 +320,17 @@ class Guest:
         If a new launcher of node 0 serves another store at this address, report in that store that the run continues.
         """
         try:
-            store = join_store(self._plan.master_addr, self._plan.master_port, refused=False)
+            store = join_store(self._spec.master_addr, self._spec.master_port, refused=False)
             job = self._look(store, "job", "")
             if job is None or job["run_id"] == self._run_id:
                 return store if job is not None else None
             run_continues = self._events.run_continues()
-            if run_continues and _disagreement(self._plan, job) is not None:
+            if run_continues and _disagreement(self._spec, job) is not None:
                 return None  # another training uses the port of the lost node 0
-            if int(job["attempt"]) > self._plan.attempt:
+            if int(job["attempt"]) > self._spec.attempt:
                 without = tuple(map(int, job.get("without", ())))
                 self._tell(self._events.failed, "node 0 starts the launch again", START_AGAIN, without)
-            elif self._plan.control_plane and run_continues:
+            elif self._spec.control_plane and run_continues:
                 self._report_the_run(store, str(job["run_id"]))
         except (ConnectionRefusedError, RuntimeError):
             return None
@@ -338,31 +338,31 @@ class Guest:
 
     def _report_the_run(self, store: Store, run_id: str) -> None:
         """Report in the store of a new launch, which cannot start without this node, that the earlier run continues."""
-        key = f"node/{self._plan.node_rank}"
+        key = f"node/{self._spec.node_rank}"
         with self._lock:
             self._count += 1
             message = {"host": self._message["host"], "nonce": self._message["nonce"], "count": self._count}
             notice = {**message, "run_continues": self._coordinators}
             store.set(PREFIX + key, self._seal.wrap(key, run_id, notice))
-        store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
+        store.queue_push(PREFIX + "bell", str(self._spec.node_rank))
 
 
-def _disagreement(plan: LaunchSpec, job: dict[str, Any]) -> str | None:
+def _disagreement(spec: LaunchSpec, job: dict[str, Any]) -> str | None:
     if job.get("refused"):
         return f"node 0 cannot start: {job['refused']}"
     found = []
-    for key, own in (("nnodes", plan.nnodes), ("nproc_per_node", plan.nproc_per_node)):
+    for key, own in (("nnodes", spec.nnodes), ("nproc_per_node", spec.nproc_per_node)):
         if job.get(key) != own:
             flag = "--" + key.replace("_", "-")
-            found.append(f"{flag} is {own} here (node {plan.node_rank}) but {job.get(key)} on node 0")
+            found.append(f"{flag} is {own} here (node {spec.node_rank}) but {job.get(key)} on node 0")
     if found:
         return "; ".join(found) + ": use the same value on every node"
-    if job.get("control_plane") != plan.control_plane:
-        here, there = ("a", "none") if plan.control_plane else ("no", "one")
-        return f"there is {here} secret here (node {plan.node_rank}) but {there} on node 0: {SHARE_A_SECRET}"
-    if differ := differences(codes(plan.flags), dict(job.get("flags", {})), shown=False):
+    if job.get("control_plane") != spec.control_plane:
+        here, there = ("a", "none") if spec.control_plane else ("no", "one")
+        return f"there is {here} secret here (node {spec.node_rank}) but {there} on node 0: {SHARE_A_SECRET}"
+    if differ := differences(codes(spec.flags), dict(job.get("flags", {})), shown=False):
         return (
-            f"the script's flags here (node {plan.node_rank}) differ from those of node 0: {listed(differ)}. Use the "
+            f"the script's flags here (node {spec.node_rank}) differ from those of node 0: {listed(differ)}. Use the "
             "same flags on every node, or list flags that may differ with --recover-may-differ"
         )
     return None

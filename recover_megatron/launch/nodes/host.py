@@ -51,7 +51,7 @@ class _Member:
 class Host:
     """Store protocol on node 0; call ``run`` in a separate thread."""
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _store: Store
     _seal: Seal
     _events: NodeEvents
@@ -76,21 +76,21 @@ class Host:
         """Two flags: whether the candidates have a lease, and whether they have a witness."""
         self._announced = False
         """True if the candidates have been announced."""
-        self._missing = set(range(1, self._plan.nnodes)) - {*self._plan.without}
+        self._missing = set(range(1, self._spec.nnodes)) - {*self._spec.without}
         self._ignored: set[tuple[int, str]] = set()
-        self._deadline = time.monotonic() + self._plan.rendezvous_timeout
+        self._deadline = time.monotonic() + self._spec.rendezvous_timeout
 
     def run(self) -> None:
         """Exchange messages until every node has reported the ends of its workers, or the launch cannot be completed.
 
         A lost node that writes again counts as live again.
         """
-        plan = self._plan
-        if plan.control_plane:
-            self._trial = LeaseTrial(plan)  # writes the file before other nodes look for it
-            self._places[0] = leasing.look_for_witness(plan)
-            self._domains[0] = plan.own_domains
-        self._open({"flags": codes(plan.flags)})
+        spec = self._spec
+        if spec.control_plane:
+            self._trial = LeaseTrial(spec)  # writes the file before other nodes look for it
+            self._places[0] = leasing.look_for_witness(spec)
+            self._domains[0] = spec.own_domains
+        self._open({"flags": codes(spec.flags)})
         swept = time.monotonic()
         while self._missing or self._members:
             ranks = self._rung()
@@ -116,15 +116,15 @@ class Host:
 
     def _open(self, more: dict[str, Any]) -> None:
         """Write the description of the launch to the key ``job``; ``more``: additional fields."""
-        plan = self._plan
+        spec = self._spec
         job = {
-            "nnodes": plan.nnodes,
-            "nproc_per_node": plan.nproc_per_node,
-            "control_plane": plan.control_plane,
-            "candidates": self._plan.candidate_nodes,
-            "run_id": plan.run_id,
-            "attempt": plan.attempt,
-            "without": plan.without,
+            "nnodes": spec.nnodes,
+            "nproc_per_node": spec.nproc_per_node,
+            "control_plane": spec.control_plane,
+            "candidates": self._spec.candidate_nodes,
+            "run_id": spec.run_id,
+            "attempt": spec.attempt,
+            "without": spec.without,
         }
         self._put("job", {**job, **more}, run_id="")
         self._store.set_timeout(timedelta(seconds=BEAT_SECONDS))
@@ -142,7 +142,7 @@ class Host:
         # A launcher that waits for the coordinators gets an empty value and reads ``end`` next.
         for key, content in {"end": value, "coordinators": {}}.items():
             if key not in self._values:
-                self._values[key] = self._seal.wrap(key, self._plan.run_id, content)
+                self._values[key] = self._seal.wrap(key, self._spec.run_id, content)
                 store.set(PREFIX + key, self._values[key])
         seen = [f"{PREFIX}end/seen/{rank}" for rank, m in list(self._members.items()) if not (m.lost or rank in gone)]
         try:
@@ -175,7 +175,7 @@ class Host:
         if not self._store.check([PREFIX + key]):
             return None
         try:
-            message: dict[str, Any] = self._seal.open(key, self._plan.run_id, self._store.get(PREFIX + key))
+            message: dict[str, Any] = self._seal.open(key, self._spec.run_id, self._store.get(PREFIX + key))
             member = self._members.get(rank)
             if member is not None and message["nonce"] != member.nonce:
                 self._note(rank, "another", f"a second launcher, on host {message['host']}, claims to be node {rank}")
@@ -217,14 +217,14 @@ class Host:
         return True
 
     def _newcomer(self, rank: int, message: dict[str, Any]) -> bool:
-        plan = self._plan
+        spec = self._spec
         if (coordinators := message.get("run_continues")) is not None and self._seal.proves:
             why = f"node {rank} on host {message['host']} has workers in the run of an earlier launcher of node 0"
-            return self._end(continues_without(plan, why, str(coordinators)), LEFT_OUT)
+            return self._end(continues_without(spec, why, str(coordinators)), LEFT_OUT)
         if reason := message.get("refusal"):
             text = f"the launcher of node {rank} on host {message['host']} was refused: {reason}"
             return self._end(text + "; the launch cannot be complete", LAUNCH_FAILED)
-        if plan.control_plane and rank in self._plan.candidate_nodes:
+        if spec.control_plane and rank in self._spec.candidate_nodes:
             self._candidates[rank] = address_from(message["coordinator"])
             self._looks[rank] = message.get("lease")
         self._places[rank] = message.get("witness")
@@ -236,20 +236,20 @@ class Host:
         self._put(f"welcome/{rank}", {"nonce": message["nonce"]})
         # A witness must know all nodes: if there may be one, wait for all nodes, else only for nodes with candidates.
         awaited = (
-            self._missing if self._places.get(0, {}).get("kind") else {*self._plan.candidate_nodes} & self._missing
+            self._missing if self._places.get(0, {}).get("kind") else {*self._spec.candidate_nodes} & self._missing
         )
-        if plan.control_plane and not awaited and not self._announced and not self._announce_candidates():
+        if spec.control_plane and not awaited and not self._announced and not self._announce_candidates():
             return False
         if not self._missing:
             self._put("everybody", True)
-            self._tell(self._events.note, f"all {plan.nnodes - len(plan.without)} nodes take part")
+            self._tell(self._events.note, f"all {spec.nnodes - len(spec.without)} nodes take part")
             for line in self._losses():
                 self._tell(self._events.note, line)
         return True
 
     def _losses(self) -> list[str]:
-        named = [self._domains.get(rank, ()) for rank in range(self._plan.nnodes)]
-        found = None if self._plan.attempt else of_launch(self._plan, named, *self._given)
+        named = [self._domains.get(rank, ()) for rank in range(self._spec.nnodes)]
+        found = None if self._spec.attempt else of_launch(self._spec, named, *self._given)
         return [f"{LOSSES}:", *(f"  {line}" for line in found.table())] if found else []
 
     # -- deciding -----------------------------------------------------------------------------------------------------
@@ -258,23 +258,23 @@ class Host:
         """Announce the candidates, the lease and the witness; return False if that fails and the launch ends."""
         try:
             own = OwnPlace(
-                self._plan.node_address, next(iter(self._candidates.values())), 0 in self._plan.candidate_nodes
+                self._spec.node_address, next(iter(self._candidates.values())), 0 in self._spec.candidate_nodes
             )
         except OSError as error:
             return self._end(f"no coordinator can listen on node 0: {one_line(error)}", LAUNCH_FAILED)
         if own.address is not None:
             self._candidates[0] = own.address
-        addresses = [self._candidates[rank] for rank in self._plan.candidate_nodes]
+        addresses = [self._candidates[rank] for rank in self._spec.candidate_nodes]
         assert self._trial is not None
         why_not = self._trial.end(self._looks)
-        if why_not and self._plan.lease not in (AUTO, OFF):
-            return self._end(f"--lease {self._plan.lease} cannot be used: {why_not}", REFUSED)
-        if self._plan.lease != OFF:
+        if why_not and self._spec.lease not in (AUTO, OFF):
+            return self._end(f"--lease {self._spec.lease} cannot be used: {why_not}", REFUSED)
+        if self._spec.lease != OFF:
             self._tell(self._events.note, self._trial.in_words(why_not))
-        lease = None if why_not else lease_path(self._plan, self._plan.run_id)
-        witness, line = leasing.agree_on_witness(self._plan, self._places, lease is not None)
-        if witness is None and self._plan.witness not in (AUTO, OFF):
-            return self._end(f"--witness {self._plan.witness} cannot be used: {line}", REFUSED)
+        lease = None if why_not else lease_path(self._spec, self._spec.run_id)
+        witness, line = leasing.agree_on_witness(self._spec, self._places, lease is not None)
+        if witness is None and self._spec.witness not in (AUTO, OFF):
+            return self._end(f"--witness {self._spec.witness} cannot be used: {line}", REFUSED)
         if line:
             self._tell(self._events.note, line)
         self._given = lease is not None, witness is not None
@@ -291,31 +291,31 @@ class Host:
                 member.lost = True
                 self._tell(self._events.node_lost, rank)
         nodes = ", ".join(str(rank) for rank in sorted(self._missing))
-        patience = self._plan.rendezvous_timeout
+        patience = self._spec.rendezvous_timeout
         if self._missing and now > self._deadline - patience + WAITING_SECONDS:
             self._note(0, "waiting", f"waiting for node {nodes}, at most {patience:g} s (--rendezvous-timeout)")
         if self._missing and now > self._deadline:
-            without = (*self._plan.without, *sorted(self._missing))
-            if self._plan.attempt and self._plan.attempt + 1 < self._plan.starts and self._plan.spared(without):
+            without = (*self._spec.without, *sorted(self._missing))
+            if self._spec.attempt and self._spec.attempt + 1 < self._spec.starts and self._spec.spared(without):
                 # The missing node was lost while the other nodes started again because of an earlier loss.
-                again = f"the launch starts again{spared(self._plan, without)}"
+                again = f"the launch starts again{spared(self._spec, without)}"
                 return self._end(f"node {nodes} has not joined this start: {again}", START_AGAIN, without)
             return self._end(
-                f"node {nodes} of {self._plan.nnodes} did not appear within {self._plan.rendezvous_timeout:g} s "
+                f"node {nodes} of {self._spec.nnodes} did not appear within {self._spec.rendezvous_timeout:g} s "
                 "(--rendezvous-timeout): start recover-run on every node, with the same --master-addr and "
                 "--master-port",
-                EXIT_NO_REPLICA if self._plan.attempt else LAUNCH_FAILED,
+                EXIT_NO_REPLICA if self._spec.attempt else LAUNCH_FAILED,
             )
         return True
 
     def _end(self, reason: str, code: int, without: tuple[int, ...] = ()) -> bool:
         """End the launch; return False.  ``without``: nodes that the next start leaves out; if empty, this start's."""
-        self._tell(self._events.failed, reason, code, without or self._plan.without)
-        self._fail(reason, code, without or self._plan.without)
+        self._tell(self._events.failed, reason, code, without or self._spec.without)
+        self._fail(reason, code, without or self._spec.without)
         return False
 
     def _put(self, key: str, value: Any, run_id: str | None = None) -> None:
-        self._values[key] = self._seal.wrap(key, self._plan.run_id if run_id is None else run_id, value)
+        self._values[key] = self._seal.wrap(key, self._spec.run_id if run_id is None else run_id, value)
         self._store.set(PREFIX + key, self._values[key])
 
 

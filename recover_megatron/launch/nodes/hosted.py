@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import time
+from asyncio import TimerHandle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from pathlib import Path
 
 from recover_megatron.arguments import metrics_address
 from recover_megatron.launch.command_line.spec import LaunchSpec
-from recover_megatron.launch.workers.loop import EventLoop, Timer
 from recover_megatron.launch.workers.processes import Child, program, spawn
 from recover_megatron.launch.workers.states import has_ended
 from recover_megatron.membership.io.testimony import Scope
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST, Settings
 from recover_megatron.membership.sides.node_agent import NoAgent, NodeAgent
+from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
@@ -110,7 +111,7 @@ class HostedCandidate:
     _agent: NodeAgent | NoAgent
     """Session of the launcher with the coordinator.  Once it knows the end of the run, no process is started again."""
     _say: Callable[[str], None]
-    _timer: Timer | None = None
+    _timer: TimerHandle | None = None
     _soon: int = 0
     _process: Child | None = None
     """Running process; None: the candidate is DOWN or OVER."""
@@ -187,7 +188,7 @@ class ExporterProcess:
     The exporter runs only on the node whose candidate leads first.
     """
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _loop: EventLoop
     _say: Callable[[str], None]
     _process: Child | None = None
@@ -200,17 +201,17 @@ class ExporterProcess:
 
         ``variables``: the workers' variables with the coordinators' addresses and the secret.
         """
-        plan = self._plan
-        here = not plan.coordinators and plan.node_rank == plan.candidate_nodes[0]
-        if not here or not (flags := _flags(plan)):
+        spec = self._spec
+        here = not spec.coordinators and spec.node_rank == spec.candidate_nodes[0]
+        if not here or not (flags := _flags(spec)):
             return
-        if plan.log_dir is None:
+        if spec.log_dir is None:
             self._say("metrics and events are not exported: this needs log files; start recover-run with --log-dir")
             return
-        command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
+        command = [*program("recover_megatron.status.exporter"), "--log-dir", str(spec.log_dir), *flags]
         end, self._to = os.pipe()
         command += ["--coordinators", variables[COORDINATOR_VARIABLE], "--end-fd", str(end)]
-        environment = {**plan.environ, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
+        environment = {**spec.environ, **variables, **spec.lines, LAUNCH_ID_VARIABLE: spec.launch_id}
         try:
             errors = sys.stderr.fileno()
             started = spawn(command, environment, errors, errors, inherit=[end], deaf=True)
@@ -242,9 +243,9 @@ class ExporterProcess:
         self._process = None
 
 
-def _flags(plan: LaunchSpec) -> list[str]:
+def _flags(spec: LaunchSpec) -> list[str]:
     """Return the exporter's flags; empty if no metrics or events are requested."""
-    config = plan.script.recover
+    config = spec.script.recover
     flags = []
     if config.metrics:
         host, port = metrics_address(config.metrics)

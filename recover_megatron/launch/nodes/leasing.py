@@ -27,24 +27,24 @@ AUTO, OFF = "auto", "off"
 TRY_SECONDS = 5.0
 
 
-def lease_path(plan: LaunchSpec, run_id: str) -> Path | None:
+def lease_path(spec: LaunchSpec, run_id: str) -> Path | None:
     """Return the common prefix of the paths of the lease's files on this node; None if the launch has no lease."""
-    if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
+    if spec.lease == OFF or (spec.lease == AUTO and spec.log_dir is None):
         return None
-    place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
+    place = spec.log_dir / "lease" if spec.lease == AUTO and spec.log_dir else Path(spec.lease)
     return place.with_name(f"{place.name}-{run_id}")
 
 
-def slack_of(plan: LaunchSpec) -> int:
+def slack_of(spec: LaunchSpec) -> int:
     """Return the largest difference between the numbers of workers of two live nodes (``leadership.permission``)."""
-    return plan.nproc_per_node - 1 + plan.spares
+    return spec.nproc_per_node - 1 + spec.spares
 
 
-def try_lease(plan: LaunchSpec, run_id: str) -> dict[str, str]:
+def try_lease(spec: LaunchSpec, run_id: str) -> dict[str, str]:
     """Test the lease on a node other than 0; return its report to node 0: {"word": ...} or {"reason": ...}."""
-    path = lease_path(plan, run_id)
+    path = lease_path(spec, run_id)
     if path is None:
-        return {"reason": why_no_lease(plan)}
+        return {"reason": why_no_lease(spec)}
     trial = _trial(path)
 
     def attempt() -> dict[str, str]:
@@ -56,20 +56,20 @@ def try_lease(plan: LaunchSpec, run_id: str) -> dict[str, str]:
     return _within(attempt)
 
 
-def why_no_lease(plan: LaunchSpec) -> str:
-    return "--lease off" if plan.lease == OFF else "no --log-dir"
+def why_no_lease(spec: LaunchSpec) -> str:
+    return "--lease off" if spec.lease == OFF else "no --log-dir"
 
 
 class LeaseTrial:
     """Test of the lease on node 0; other nodes call ``try_lease``."""
 
-    def __init__(self, plan: LaunchSpec) -> None:
+    def __init__(self, spec: LaunchSpec) -> None:
         """Write a random word to the storage, waiting at most ``TRY_SECONDS`` seconds."""
-        self._plan = plan
-        self._path = lease_path(plan, plan.run_id)
+        self._spec = spec
+        self._path = lease_path(spec, spec.run_id)
         self._word = secrets.token_hex(16)
         if self._path is None:
-            self._own = {"reason": why_no_lease(plan)}
+            self._own = {"reason": why_no_lease(spec)}
             return
         trial, word = _trial(self._path), self._word
         self._own = _within(lambda: {"word": word} if publish(trial, word) else {"reason": f"{trial} exists already"})
@@ -143,19 +143,19 @@ def place_of(kind: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> 
         return ""
 
 
-def look_for_witness(plan: LaunchSpec) -> dict[str, str]:
+def look_for_witness(spec: LaunchSpec) -> dict[str, str]:
     """Return this node's report to node 0: the witness's kind and this node's name, or why there is no witness.
 
     Takes a few seconds at most.
     """
-    own = {"node": plan.node_name}
-    if plan.witness == OFF:
+    own = {"node": spec.node_name}
+    if spec.witness == OFF:
         return own
-    kinds = [SLURM, KUBERNETES] if plan.witness == AUTO else [plan.witness]
-    kind, place = next(((kind, place) for kind in kinds if (place := place_of(kind, plan.environ))), ("", ""))
+    kinds = [SLURM, KUBERNETES] if spec.witness == AUTO else [spec.witness]
+    kind, place = next(((kind, place) for kind in kinds if (place := place_of(kind, spec.environ))), ("", ""))
     if not kind:
-        return own if plan.witness == AUTO else {**own, "reason": f"no variable gives its name in {CALLED[kinds[0]]}"}
-    if plan.node_rank in plan.candidate_nodes:
+        return own if spec.witness == AUTO else {**own, "reason": f"no variable gives its name in {CALLED[kinds[0]]}"}
+    if spec.node_rank in spec.candidate_nodes:
         try:
             known = SOURCES[kind]().look([place])
         except NoAnswer as error:
@@ -165,7 +165,7 @@ def look_for_witness(plan: LaunchSpec) -> dict[str, str]:
     return {**own, "kind": kind, "place": place}
 
 
-def agree_on_witness(plan: LaunchSpec, reports: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
+def agree_on_witness(spec: LaunchSpec, reports: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
     """Return, from all nodes' reports, the scope of the witness for the candidates, and a log line (may be empty).
 
     The scope is None if there is no witness; the line then gives the reason, if one is known.  If the user has

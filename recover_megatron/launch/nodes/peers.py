@@ -73,7 +73,7 @@ REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
 for the complete notification."""
 
 
-def tell_refusal(plan: LaunchSpec, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
+def tell_refusal(spec: LaunchSpec, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
     """Notify the other launchers that this launcher does not join; else they would wait until the rendezvous timeout.
 
     ``listener``: the store's socket, on node 0; None on another node, which notifies node 0, so that node 0 ends the
@@ -84,10 +84,10 @@ def tell_refusal(plan: LaunchSpec, secret: Secret | None, listener: socket.socke
     def run() -> None:
         with contextlib.suppress(OSError, RuntimeError, ImportError, ValueError, KeyError, TypeError):
             if listener is None:
-                Guest(plan, Seal(secret), no_events, lambda *_: None).refuse(reason, REACHED_SECONDS)
+                Guest(spec, Seal(secret), no_events, lambda *_: None).refuse(reason, REACHED_SECONDS)
             else:
-                store = serve_store(plan.master_addr, listener)
-                Host(plan, store, Seal(secret), no_events, lambda *_: None, lambda *_: None).refuse(
+                store = serve_store(spec.master_addr, listener)
+                Host(spec, store, Seal(secret), no_events, lambda *_: None, lambda *_: None).refuse(
                     reason, REACHED_SECONDS
                 )
 
@@ -165,7 +165,7 @@ class Peers:
     """
 
     _loop: EventLoop
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     secret: InitVar[Secret | None]
     """Secret of the job; None if the launchers share none."""
     _listener: socket.socket | None
@@ -176,16 +176,16 @@ class Peers:
     _events: PeerEvents
 
     def __post_init__(self, secret: Secret | None) -> None:
-        plan = self._plan
-        self.joined = plan.node_rank == 0
-        self.run_id = plan.run_id
+        spec = self._spec
+        self.joined = spec.node_rank == 0
+        self.run_id = spec.run_id
         self.outcomes: list[ExitOutcome] = []
         """Reported ends of the workers of other nodes (known to node 0 only)."""
         self._lost: set[int] = set()
         self._gone: set[int] = set()
         """Nodes whose connections (``Line``) have ended, so that no message reaches them."""
-        self._silence = Settings.of(plan.script.times).heartbeat_timeout
-        self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
+        self._silence = Settings.of(spec.script.times).heartbeat_timeout
+        self._unreported = set(range(1, spec.nnodes)) - {*spec.without} if spec.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
         self._timer: TimerHandle | None = None
         # These callbacks of NodeEvents are implemented by other methods or other objects.
@@ -195,7 +195,7 @@ class Peers:
         self._tell = self._loop.call_from_thread
         self._seal = Seal(secret)
         self._store: Store | None = None  # this reference keeps the server alive
-        self._guest = Guest(plan, self._seal, self, self._tell)
+        self._guest = Guest(spec, self._seal, self, self._tell)
         self._host: Host | None = None
         self._telling: list[threading.Thread] = []
 
@@ -208,7 +208,7 @@ class Peers:
         """Ask node 0 to admit this node to the launch, unless this is node 0."""
         if not self.joined:
             self._run(self._guest.run)
-            self._timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_timeout)
+            self._timer = self._loop.call_later(self._spec.rendezvous_timeout, self._on_timeout)
             self._loop.call_later(WAITING_SECONDS, self._on_waiting)
 
     def serve_store(self) -> None:
@@ -225,7 +225,7 @@ class Peers:
 
         Node 0 must stay while other nodes have workers; another node must stay until its report is delivered.
         """
-        if self._plan.node_rank > 0 and not self._store_lost:
+        if self._spec.node_rank > 0 and not self._store_lost:
             self._run(partial(self._deliver, {"report": outcomes}))
             self._loop.call_later(REPORT_SECONDS, self._stop_waiting)
             self._waiting = True
@@ -253,8 +253,8 @@ class Peers:
             self._timer.cancel()
         self.joined, self.run_id = True, run_id
         self._loop.call_later(LOST_SECONDS, self._watch_store)
-        if self._plan.fault_tolerant:
-            Line(self._loop, (self._plan.master_addr, self._plan.master_port), self._silence, self._node_0_silent)
+        if self._spec.fault_tolerant:
+            Line(self._loop, (self._spec.master_addr, self._spec.master_port), self._silence, self._node_0_silent)
         self._events.start_workers_if_ready()
 
     def _node_0_silent(self, ended: bool) -> None:
@@ -263,7 +263,7 @@ class Peers:
             self._launcher_lost(f"node 0 (its host has not answered for {self._silence:g} s)")
 
     def welcomed(self, node_rank: int, door: Address) -> None:
-        if not self._plan.fault_tolerant:
+        if not self._spec.fault_tolerant:
             return  # without --recover or --elastic, a few seconds of silence must not end the run
         lost = partial(self._line_ended, node_rank)
         Line(
@@ -283,9 +283,9 @@ class Peers:
         if self._store_lost:
             return
         self._store_lost = True
-        plan = self._plan
+        spec = self._spec
         notice = (
-            f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is lost: its launcher ended or its host "
+            f"the store of node 0 ({spec.master_addr}:{spec.master_port}) is lost: its launcher ended or its host "
             f"is lost ({reason}); the workers here continue, but cannot use the store any more"
         )
         self._launcher_lost(
@@ -328,16 +328,16 @@ class Peers:
 
     def _on_waiting(self) -> None:
         if not self.joined and not self._guest.reached:
-            plan = self._plan
-            where = f"{plan.master_addr}:{plan.master_port}"
-            self._say(f"waiting for node 0 at {where}, at most {plan.rendezvous_timeout:g} s (--rendezvous-timeout)")
+            spec = self._spec
+            where = f"{spec.master_addr}:{spec.master_port}"
+            self._say(f"waiting for node 0 at {where}, at most {spec.rendezvous_timeout:g} s (--rendezvous-timeout)")
 
     def _on_timeout(self) -> None:
-        plan = self._plan
+        spec = self._spec
         self._events.stop_with_peers(
-            f"node 0 did not answer at {plan.master_addr}:{plan.master_port} within {plan.rendezvous_timeout:g} s "
+            f"node 0 did not answer at {spec.master_addr}:{spec.master_port} within {spec.rendezvous_timeout:g} s "
             "(--rendezvous-timeout): is its recover-run started, with the same --master-addr and --master-port?",
-            EXIT_NO_REPLICA if plan.attempt else LAUNCH_FAILED,
+            EXIT_NO_REPLICA if spec.attempt else LAUNCH_FAILED,
         )
 
     def _node_ended(self, node_rank: int) -> None:
@@ -360,15 +360,15 @@ class Peers:
 
     def _tell_failure(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
         """Make all nodes end the launch with ``code``; may be called in any thread."""
-        if self._plan.nnodes > 1:
+        if self._spec.nnodes > 1:
             self._telling.append(self._run(partial(self._deliver_failure, reason, code, without)))
 
     def _serve(self, listener: socket.socket) -> None:
-        plan = self._plan
+        spec = self._spec
         try:
-            self._store = store = serve_store(plan.master_addr, listener)
-            if plan.nnodes > 1:
-                self._host = Host(plan, store, self._seal, self, self._tell, self._tell_failure)
+            self._store = store = serve_store(spec.master_addr, listener)
+            if spec.nnodes > 1:
+                self._host = Host(spec, store, self._seal, self, self._tell, self._tell_failure)
                 self._host.run()
         except (RuntimeError, ImportError, OSError) as error:
             self._tell(self.store_failed, f"the store cannot be served: {one_line(error)}")
@@ -376,17 +376,17 @@ class Peers:
     def _deliver(self, words: dict[str, Any]) -> None:
         # Use a separate connection, because ``Guest.run`` blocks its own connection in a wait.
         try:
-            self._guest.say(join_store(self._plan.master_addr, self._plan.master_port), words)
+            self._guest.say(join_store(self._spec.master_addr, self._spec.master_port), words)
         except RuntimeError as error:
             self._tell(self.store_lost, one_line(error))
         self._tell(self.delivered)
 
     def _deliver_failure(self, reason: str, code: int, without: Sequence[int]) -> None:
-        if self._plan.node_rank > 0:
+        if self._spec.node_rank > 0:
             self._deliver({"failure": [reason, code]})
         elif self._host is not None:
             try:
-                store = join_store(self._plan.master_addr, self._plan.master_port)
+                store = join_store(self._spec.master_addr, self._spec.master_port)
                 self._host.announce_end(store, reason, code, without, self._gone)
             except RuntimeError as error:
                 self._tell(self.note, f"the other nodes could not be notified: {one_line(error)}")

@@ -26,42 +26,42 @@ from recover_megatron.variables import (
 )
 
 
-def sets_omp_threads(plan: LaunchSpec) -> bool:
+def sets_omp_threads(spec: LaunchSpec) -> bool:
     """Return True if the node has several workers and the user has not set OMP_NUM_THREADS, so 1 must be set."""
-    return plan.local_world_size > 1 and "OMP_NUM_THREADS" not in plan.environ
+    return spec.local_world_size > 1 and "OMP_NUM_THREADS" not in spec.environ
 
 
-def launch_environment(plan: LaunchSpec) -> dict[str, str]:
+def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the environment that all workers of this node share: the launcher's, and torchrun's and our variables."""
-    environment = dict(plan.environ)
+    environment = dict(spec.environ)
     for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE):
         environment.pop(name, None)
     environment |= {
-        NODE_NAME_VARIABLE: plan.node_name,
-        "WORLD_SIZE": str(plan.world_size),
-        "LOCAL_WORLD_SIZE": str(plan.local_world_size),
-        "GROUP_RANK": str(plan.node_rank),
-        "GROUP_WORLD_SIZE": str(plan.nnodes),
-        "ROLE_WORLD_SIZE": str(plan.world_size),
+        NODE_NAME_VARIABLE: spec.node_name,
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "GROUP_RANK": str(spec.node_rank),
+        "GROUP_WORLD_SIZE": str(spec.nnodes),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
         "ROLE_NAME": "default",
-        "MASTER_ADDR": plan.master_addr,
-        "MASTER_PORT": str(plan.master_port),
+        "MASTER_ADDR": spec.master_addr,
+        "MASTER_PORT": str(spec.master_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "PYTHONUNBUFFERED": "1",
-        LAUNCH_ID_VARIABLE: plan.launch_id,
+        LAUNCH_ID_VARIABLE: spec.launch_id,
     }
-    if plan.log_dir:
-        environment[LOG_DIR_VARIABLE] = str(plan.log_dir)
-    if sets_omp_threads(plan):
+    if spec.log_dir:
+        environment[LOG_DIR_VARIABLE] = str(spec.log_dir)
+    if sets_omp_threads(spec):
         environment["OMP_NUM_THREADS"] = "1"
-    if plan.control_plane:  # set here: a script may create process groups before it calls this package
+    if spec.control_plane:  # set here: a script may create process groups before it calls this package
         environment[NCCL2_VARIABLE] = environment.get(NCCL2_VARIABLE) or "0"
     return environment
 
 
-def worker_variables(plan: LaunchSpec, worker: WorkerProcess, run_id: str) -> dict[str, str]:
+def worker_variables(spec: LaunchSpec, worker: WorkerProcess, run_id: str) -> dict[str, str]:
     """Return the environment variables that differ between workers, or are not known when the launch starts."""
     rank, worker_id = str(worker.rank or 0), str(worker.worker_id)
     variables = {
@@ -71,11 +71,11 @@ def worker_variables(plan: LaunchSpec, worker: WorkerProcess, run_id: str) -> di
         "TORCHELASTIC_RUN_ID": run_id,
         WORKER_ID_VARIABLE: worker_id,
     }
-    if plan.max_restarts or plan.spares:
+    if spec.max_restarts or spec.spares:
         variables[REPLACED_VARIABLE] = "1"
-    if worker.worker_id >= plan.world_size:
+    if worker.worker_id >= spec.world_size:
         variables |= {JOIN_VARIABLE: "1"}
-        if worker.rank is None and not plan.coordinators:
+        if worker.rank is None and not spec.coordinators:
             variables[SPARE_VARIABLE] = "1"
     return variables
 
@@ -84,13 +84,13 @@ def worker_variables(plan: LaunchSpec, worker: WorkerProcess, run_id: str) -> di
 class WorkerEnvironment:
     """Environment of the workers, created once per launch; call ``add`` with the control plane's variables first."""
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _say: Callable[[str], None]
     """Function that logs the chosen interface, and the user's variables that are removed or replaced."""
 
     def __post_init__(self) -> None:
-        self._shared = launch_environment(self._plan)
-        self._overruled = variables.overrule(self._shared) if self._plan.control_plane else []
+        self._shared = launch_environment(self._spec)
+        self._overruled = variables.overrule(self._shared) if self._spec.control_plane else []
         self._added: dict[str, str] = {}
         self._network: dict[str, str] | None = None
 
@@ -103,24 +103,24 @@ class WorkerEnvironment:
             for line in self._overruled:
                 self._say(line)
             self._network = self._choose_interface()
-        own = worker_variables(self._plan, worker, run_id)
+        own = worker_variables(self._spec, worker, run_id)
         found = {**self._shared, **self._added, **own, **self._network}
-        if self._plan.elastic and JOIN_VARIABLE in own:  # init_process_group() must fail instead of waiting for ever
+        if self._spec.elastic and JOIN_VARIABLE in own:  # init_process_group() must fail instead of waiting for ever
             del found["MASTER_ADDR"], found["MASTER_PORT"]
         return found
 
     def _choose_interface(self) -> dict[str, str]:
         """Return the variables that select the interface by which this host reaches the other hosts of the run."""
-        plan = self._plan
-        if plan.nnodes == 1 and not plan.coordinators:
-            return variables_for(loopback(), plan.environ)[0]
-        host = self._added.get(HOST_VARIABLE) or plan.node_address
+        spec = self._spec
+        if spec.nnodes == 1 and not spec.coordinators:
+            return variables_for(loopback(), spec.environ)[0]
+        host = self._added.get(HOST_VARIABLE) or spec.node_address
         if host is None:
-            host = plan.master_addr
-            if plan.node_rank > 0:
+            host = spec.master_addr
+            if spec.node_rank > 0:
                 with contextlib.suppress(OSError):  # no route: the log line below reports the address
-                    host = local_address((plan.master_addr, plan.master_port))
-        variables, about = variables_for(host, plan.environ)
+                    host = local_address((spec.master_addr, spec.master_port))
+        variables, about = variables_for(host, spec.environ)
         if about:
             self._say(about)
         return variables

@@ -49,36 +49,36 @@ the same way."""
 JOIN_SECONDS = 60.0
 
 
-def launched(plan: LaunchSpec) -> list[WorkerProcess]:
+def launched(spec: LaunchSpec) -> list[WorkerProcess]:
     """Return the workers with which this node starts; empty for a launcher that joins a run."""
-    if plan.coordinators:
+    if spec.coordinators:
         return []
-    workers = [_worker(plan, plan.worker_id(n), n, plan.worker_id(n)) for n in range(plan.nproc_per_node)]
-    if plan.node_rank == plan.nnodes - 1:
-        taken = [plan.nproc_per_node * node + n for node in plan.without for n in range(plan.nproc_per_node)]
-        spares = [plan.world_size + n for n in range(plan.spares - len(taken))]
-        for local_rank, number in enumerate([*taken, *spares], start=plan.nproc_per_node):
-            workers.append(_worker(plan, number, local_rank, number if number < plan.world_size else None))
+    workers = [_worker(spec, spec.worker_id(n), n, spec.worker_id(n)) for n in range(spec.nproc_per_node)]
+    if spec.node_rank == spec.nnodes - 1:
+        taken = [spec.nproc_per_node * node + n for node in spec.without for n in range(spec.nproc_per_node)]
+        spares = [spec.world_size + n for n in range(spec.spares - len(taken))]
+        for local_rank, number in enumerate([*taken, *spares], start=spec.nproc_per_node):
+            workers.append(_worker(spec, number, local_rank, number if number < spec.world_size else None))
     return workers
 
 
-def joined(plan: LaunchSpec, taken: frozenset[int], draw: Callable[[int], int]) -> list[WorkerProcess]:
+def joined(spec: LaunchSpec, taken: frozenset[int], draw: Callable[[int], int]) -> list[WorkerProcess]:
     """Return the workers of a launcher that joins a run.
 
     ``taken``: ids that are in use; ``draw(n)`` returns a random number below n.
     """
-    count = plan.nproc_per_node + plan.max_restarts
+    count = spec.nproc_per_node + spec.max_restarts
     while True:
         first = JOINED_FROM + draw(MAX_WORKERS - JOINED_FROM - count)
         if taken.isdisjoint(range(first, first + count)):
-            return [_worker(plan, first + n, n, None) for n in range(plan.nproc_per_node)]
+            return [_worker(spec, first + n, n, None) for n in range(spec.nproc_per_node)]
 
 
 class Replacements:
     """Decides whether a worker that has ended is replaced, and with which id."""
 
-    def __init__(self, plan: LaunchSpec) -> None:
-        self._plan = plan
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
         self._started = 0
         self._words = ""
         self.alike = 0
@@ -101,33 +101,33 @@ class Replacements:
         A worker is not replaced if it finished, was refused, or exited because of the run's end: the replacement would
         end in the same way.  An evicted worker is not replaced either: the operator should check its host first.
         """
-        plan = self._plan
+        spec = self._spec
         self.kept, repeated = False, False
         if worker.replaces is not None and (worker.state is WorkerState.FAILED or not had_place):
             self.alike = self.alike + 1 if alike(words) == self._words else 1
             self._words = alike(words)
             repeated = self.alike > 1
         self.wait = min(WAIT_SECONDS * 2 ** (self.alike - 2), LONGEST_WAIT_SECONDS) if repeated else 0.0
-        if self._started >= plan.max_restarts or worker.state is WorkerState.FINISHED:
+        if self._started >= spec.max_restarts or worker.state is WorkerState.FINISHED:
             return None
         if worker.exit_code in (REFUSED, *RUN_VERDICTS, EXIT_FENCED) or worker.worker_id in self.evict:
             return None
-        if repeated and self._started == plan.max_restarts - 1:
+        if repeated and self._started == spec.max_restarts - 1:
             self.kept = True
             return None
-        number = plan.world_size + plan.spares + self._started * plan.nnodes + plan.node_rank
-        if plan.coordinators:
-            number = first_joined + plan.nproc_per_node + self._started
+        number = spec.world_size + spec.spares + self._started * spec.nnodes + spec.node_rank
+        if spec.coordinators:
+            number = first_joined + spec.nproc_per_node + self._started
         self._started += 1
-        successor = _worker(plan, number, worker.local_rank, worker.rank)
+        successor = _worker(spec, number, worker.local_rank, worker.rank)
         successor.replaces = worker.worker_id
         return successor
 
 
-def _worker(plan: LaunchSpec, worker_id: int, local_rank: int, rank: int | None) -> WorkerProcess:
-    log = str(path) if (path := plan.log_file(worker_id)) else None
+def _worker(spec: LaunchSpec, worker_id: int, local_rank: int, rank: int | None) -> WorkerProcess:
+    log = str(path) if (path := spec.log_file(worker_id)) else None
     return WorkerProcess(
-        WorkerId(worker_id), None, plan.host, WorkerState.STARTING, plan.node_rank, local_rank, log=log, rank=rank
+        WorkerId(worker_id), None, spec.host, WorkerState.STARTING, spec.node_rank, local_rank, log=log, rank=rank
     )
 
 
@@ -135,7 +135,7 @@ def _worker(plan: LaunchSpec, worker_id: int, local_rank: int, rank: int | None)
 class Successors:
     """Starts the replacement workers of this launcher, after their devices have passed the test."""
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _loop: EventLoop
     _table: WorkerTable
     _say: Callable[[str], None]
@@ -145,10 +145,10 @@ class Successors:
     """Callback without arguments, called after a replacement was given up before its start."""
 
     def __post_init__(self) -> None:
-        self._replacements = Replacements(self._plan)
+        self._replacements = Replacements(self._spec)
         self._stopped = False
         self._waiting: list[WorkerProcess] = []
-        self._tests = DeviceTests(self._loop, self._plan.device_test_argv, self._plan.device_test_timeout)
+        self._tests = DeviceTests(self._loop, self._spec.device_test_argv, self._spec.device_test_timeout)
 
     def evict(self, worker_id: int) -> None:
         """Record that the coordinator has evicted ``worker_id``, so that it is not replaced."""
@@ -198,7 +198,7 @@ class Successors:
         if not worker.live:
             return
         try:
-            if self._plan.device_test_argv:
+            if self._spec.device_test_argv:
                 self._tests.begin(environment, partial(self._tested, worker))
             else:
                 self._tested(worker, "")
@@ -236,7 +236,7 @@ class LateNewcomers:
     start.
     """
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _loop: EventLoop
     _table: WorkerTable
     _control: ControlPlane
@@ -256,7 +256,7 @@ class LateNewcomers:
     def started(self, worker: WorkerProcess) -> None:
         """Kill ``worker``, which was just started, if the run has ended; with --elastic, check it again later."""
         self.look()
-        if self._plan.elastic and worker.worker_id >= self._plan.world_size:
+        if self._spec.elastic and worker.worker_id >= self._spec.world_size:
             self._loop.call_later(JOIN_SECONDS, partial(self._look_for, worker))
 
     def _look_for(self, worker: WorkerProcess) -> None:
@@ -269,7 +269,7 @@ class LateNewcomers:
         if not self._run_is_over:
             return
         for worker in self._table.running:
-            if worker.worker_id >= self._plan.world_size and worker.worker_id not in self._control.agent.planned:
+            if worker.worker_id >= self._spec.world_size and worker.worker_id not in self._control.agent.planned:
                 self._killed.add(worker.worker_id)
                 self._say(messages.late(worker))
                 self._table.note(worker.worker_id, messages.TOO_LATE)

@@ -47,7 +47,7 @@ class _Handles:
 class WorkerTable:
     """Records and processes of the workers that this launcher has started or is about to start."""
 
-    _plan: LaunchSpec
+    _spec: LaunchSpec
     _loop: EventLoop
     _console: Console
     _folder: LogFolder
@@ -85,7 +85,7 @@ class WorkerTable:
     @property
     def launched(self) -> list[WorkerProcess]:
         """Return the workers that were launched with the run, without spares and newcomers."""
-        return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
+        return [worker for worker in self._workers.values() if worker.worker_id < self._spec.world_size]
 
     @property
     def live(self) -> list[WorkerProcess]:
@@ -114,18 +114,18 @@ class WorkerTable:
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
         """Start and watch the process of ``worker``.  Return its pid; raises OSError if it cannot be started."""
-        log = self._folder.open_log(path) if (path := self._plan.log_file(worker.worker_id)) else None
+        log = self._folder.open_log(path) if (path := self._spec.log_file(worker.worker_id)) else None
         # A newcomer that runs Megatron with --recover prints the line that ``ConsoleFilter`` awaits.
-        prints = self._plan.fault_tolerant and self._plan.script.takes_megatron_flags
-        newcomer = worker.worker_id >= self._plan.world_size and prints
-        notice = DeathWatch.make() if self._plan.control_plane else None
+        prints = self._spec.fault_tolerant and self._spec.script.takes_megatron_flags
+        newcomer = worker.worker_id >= self._spec.world_size and prints
+        notice = DeathWatch.make() if self._spec.control_plane else None
         watch = ProcessWatch(self._loop, partial(self._on_dying, worker), notice)
         streams, stdout, stderr = self._console.attach(
-            str(worker.worker_id), worker.worker_id, log, watch.fatal, newcomer=newcomer and not self._plan.coordinators
+            str(worker.worker_id), worker.worker_id, log, watch.fatal, newcomer=newcomer and not self._spec.coordinators
         )
         try:
             variables = notice.variables if notice is not None else {}
-            pid, pidfd = spawn(self._plan.command, {**environment, **variables}, stdout, stderr)
+            pid, pidfd = spawn(self._spec.command, {**environment, **variables}, stdout, stderr)
         except OSError:
             watch.close()
             for stream in streams:
@@ -174,7 +174,7 @@ class WorkerTable:
         assert worker.pid is not None
         self._loop.remove_reader(self._handles[worker.worker_id].pidfd)
         self._handles[worker.worker_id].watch.close()
-        find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
+        find = partial(find_launch, self._spec.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
         worker.end(status := processes.reap(worker.pid), time.time())
         self._ask_kernel(worker, status)

@@ -1,4 +1,4 @@
-"""What recover-run does on each signal.
+"""Signals of recover-run: how they are received, and what it does on each of them.
 
 Whichever thread of the process receives a signal, Python writes its number into a pipe, which the event loop reads: so
 a signal is handled between two callbacks, and never interrupts a callback.  asyncio's ``add_signal_handler`` is not
@@ -11,13 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from asyncio import TimerHandle as Timer
 from contextlib import suppress
 from typing import Protocol
 
 from recover_megatron.network.event_loop import EventLoop
-
-__all__ = ["EventLoop", "LaunchSignals", "SignalEvents", "Timer"]
 
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _TWICE_SECONDS = 1.0
@@ -38,7 +35,7 @@ class LaunchSignals:
 
     ::
 
-        SIGCHLD                     a child process has ended, perhaps a descendant that lost its own parent
+        SIGCHLD                     ends the sleep of the loop: the supervisor reaps inherited children after each round
         SIGUSR1, SIGUSR2            passed on to the workers: batch systems send them before a time limit
         SIGINT, SIGTERM, SIGHUP     the first: stop the launch; a second: kill all workers at once
 
