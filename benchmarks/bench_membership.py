@@ -14,7 +14,6 @@ The simulated workers share one process and one core, so the times include the w
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import secrets
@@ -37,16 +36,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import command_line, coordinator, write
 from recover_megatron.membership import wire
+from recover_megatron.membership.messages.fields import NOTHING, Message
+from recover_megatron.membership.messages.to_coordinator import Attach, Done, Heartbeat, Join
+from recover_megatron.membership.messages.to_member import Commit, Plan, Revoke, ToMember
+from recover_megatron.membership.records import WorkerId
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import Decoder
 
 HEARTBEAT = 1.0
+SENT: wire.Stage[Message] = wire.Stage(wire.Challenge | wire.Proof | ToMember, wire.MAX_TO_MEMBER)
+"""All messages of a coordinator."""
 
 
 @lru_cache(100)
-def parsed(body: bytes) -> dict[str, Any]:
+def parsed(body: bytes) -> Message:
     """Parse a message.  Equal messages are parsed only once, because real workers would parse in parallel."""
-    return dict(json.loads(body))
+    return SENT.parse(body)
 
 
 @dataclass
@@ -89,7 +94,7 @@ class Crowd:
         if time.monotonic() >= self._beat_at:
             self._beat_at += HEARTBEAT
             self._beats += 1
-            self.send(type="heartbeat", count=self._beats, iteration=1, phase="compute", waiting=False, allow=0)
+            self.send(Heartbeat(self._beats, 1, "compute", waiting=False, allow=0.0))
 
     def until(self, reached: Callable[[], bool], seconds: float = 300.0) -> float:
         """Call ``serve`` until ``reached()`` is true; return the seconds that this took."""
@@ -110,7 +115,7 @@ class Crowd:
         self.selector.unregister(worker.sock)
         worker.sock.close()
 
-    def send(self, **message: object) -> None:
+    def send(self, message: Message) -> None:
         """Send a message from all attached workers."""
         frame = wire.encode(message)
         for worker in self.workers.values():
@@ -123,27 +128,21 @@ class Crowd:
             raise ConnectionError(f"the coordinator closed the session of worker {worker.number}")
         worker.decoder.feed(data)
         while (body := worker.decoder.next()) is not None:
-            message = parsed(body)
-            match message["type"]:
-                case "challenge":
+            match message := parsed(body):
+                case wire.Challenge():
                     worker.sock.send(wire.encode(self.secret.answer(message)[0]))
-                case "proof":
+                case wire.Proof():
                     worker.attached = True
-                    worker.sock.send(wire.encode(self._attach(worker.number)))
-                case "revoke":
-                    join = {"type": "join", "epoch": message["epoch"], "done": worker.committed}
-                    worker.sock.send(wire.encode(join | {"status": {"iteration": 1}}))
-                case "plan":
-                    self.holding["plan", message["epoch"]] += 1
-                    self.newest = max(self.newest, message["epoch"])
-                case "commit":
-                    worker.committed = message["iteration"]
+                    attach = Attach(WorkerId(worker.number), f"{worker.number:032x}", "simulated", 1, NOTHING, done=0)
+                    worker.sock.send(wire.encode(attach))
+                case Revoke():
+                    worker.sock.send(wire.encode(Join(message.epoch, {"iteration": 1}, worker.committed)))
+                case Plan():
+                    self.holding["plan", message.epoch] += 1
+                    self.newest = max(self.newest, message.epoch)
+                case Commit():
+                    worker.committed = message.iteration
                     self.holding["commit", worker.committed] += 1
-
-    def _attach(self, number: int) -> dict[str, object]:
-        fresh = {"term": 0, "formed_epoch": 0, "formed_term": 0, "formed_members": [], "committed": 0}
-        who = {"worker": number, "incarnation": f"{number:032x}", "host": "simulated", "pid": 1, "done": 0}
-        return {"type": "attach", **who, **fresh, "dead": [], "left": []}
 
 
 def processor_seconds(process: psutil.Process) -> float:
@@ -173,7 +172,7 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
         before = processor_seconds(process)
         agreed = []
         for iteration in range(1, rounds + 1):
-            crowd.send(type="done", epoch=epoch, iteration=iteration)
+            crowd.send(Done(epoch, iteration))
             agreed.append(crowd.until(lambda t=iteration: crowd.all_hold("commit", t)))
         agree_cpu = (processor_seconds(process) - before) / rounds
 

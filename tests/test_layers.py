@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"elastic"},
     **{name: set() for name in ANYWHERE},
     "network": set(),
-    "membership": {"network"},
+    "membership": {"network", "msgspec"},
     "workload": set(),
     "run_log": set(),
     "report": {"run_log", "jinja2", "matplotlib"},

@@ -1,4 +1,4 @@
-"""Control plane: coordinator, sessions, epochs, revoke, agree. Standard library only.
+"""Control plane: coordinator, sessions, epochs, revoke, agree. Standard library and msgspec only.
 
 docs/membership.md describes the protocol. A worker uses ``Session``. A launcher uses ``NodeAgent``, and starts
 ``recover-coordinator`` (``python -m recover_megatron.membership``).

@@ -28,9 +28,9 @@ The candidate of a launcher without a session is not in the list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from msgspec.structs import replace
 
 from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.drains import Drains
@@ -38,13 +38,14 @@ from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.lateness import Lateness
 from recover_megatron.membership.leadership import Leadership
-from recover_megatron.membership.records import ADMITTED, MOST_ADDED, from_runs, presentation_from_wire, to_runs
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
+from recover_megatron.membership.records import ADMITTED, MOST_ADDED, from_runs, to_runs
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 
 
 @dataclass(eq=False)
 class Admission:
-    """Checks and answers the first message of a session, ``attach`` or ``attach_node_agent``."""
+    """Checks and answers the first message of a session, ``Attach`` or ``AttachNodeAgent``."""
 
     _roster: Roster
     _leadership: Leadership
@@ -53,42 +54,43 @@ class Admission:
     _drains: Drains
     _out: Outbox
 
-    def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """Attach the worker that sent ``attach``, or refuse it.
+    def worker(self, session: int, message: to_coordinator.Attach, now: float) -> None:
+        """Attach the worker that sent ``message``, or refuse it.
 
         The worker may be new, may have lost its connection, or may come from another coordinator.
         """
-        number, newcomer = message["worker"], message.get("newcomer", False)
+        number, newcomer = message.worker, message.newcomer
         if newcomer:
             self._roster.meet([number])
         worker = self._roster.workers.get(number)
         if worker is None:
             self._roster.refuse(session, f"there is no worker {number} in this run")
             return
-        new = newcomer and message["formed_epoch"] == 0
+        formed_epoch = message.presentation.formed.epoch
+        new = newcomer and formed_epoch == 0
         if barred := self._why_barred(worker, message, new):
             reason = f"{barred}: this process is not part of the run"
-            self._out.log("refused", worker=number, host=message["host"], reason=reason)
-            self._out.send([session], {"type": "fenced", "reason": reason})
+            self._out.log("refused", worker=number, host=message.host, reason=reason)
+            self._out.send([session], to_member.Fenced(reason))
             self._out.do(Close(session))
             return
         if new and not worker.new and number not in self._epochs.formed.members:
-            self._out.log("admitted", worker=number, host=message["host"])
+            self._out.log("admitted", worker=number, host=message.host)
         self._roster.bind(worker, session, now)
         awaited = self._rendezvous.is_open and number in self._rendezvous.members
         if worker.back and not awaited:
             self._roster.set_aside_again(worker)
         worker.new = new or worker.back
-        worker.incarnation, worker.host = message["incarnation"], message["host"]
-        worker.node_agent, worker.done = message.get("node_agent", ""), message["done"]
+        worker.incarnation, worker.host = message.incarnation, message.host
+        worker.node_agent, worker.done = message.node_agent, message.done
         worker.node = worker.node or worker.node_agent
-        worker.left_silence = message.get("silent", False)
-        worker.idle_in, worker.vacant = message.get("idle", 0), message.get("vacant", False)
-        worker.formed_epoch = message["formed_epoch"]
+        worker.left_silence = message.silent
+        worker.idle_in, worker.vacant = message.idle, message.vacant
+        worker.formed_epoch = formed_epoch
         worker.progress = WorkerProgress(worker.number, marked=now, heard=now)
         self._rendezvous.withdraw(worker)
-        self._out.log("attached", worker=worker.number, host=worker.host, pid=message["pid"])
-        self._present(session, message)
+        self._out.log("attached", worker=worker.number, host=worker.host, pid=message.pid)
+        self._present(session, message.presentation)
         if self._leadership.term == 0:
             return
         if number in self._rendezvous.members:
@@ -103,34 +105,34 @@ class Admission:
         elif number not in self._leadership.evidence.target | self._leadership.evidence.aside:
             self._roster.exclude(worker, "it was evicted earlier in the run", now)
 
-    def node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        node = message["node"]
+    def node_agent(self, session: int, message: to_coordinator.AttachNodeAgent, now: float) -> None:
+        node = message.node
         node_agent = self._roster.node_agents.setdefault(node, NodeAgentStatus(node, None, now))
         self._roster.bind(node_agent, session, now)
         node_agent.acknowledged, node_agent.ended, node_agent.awaited_until = 0, False, 0.0
-        node_agent.running = set(from_runs(message.get("running", [])))
+        node_agent.running = set(from_runs(message.running))
         self._out.log("witness", node=node)
-        self._present(session, message)
+        self._present(session, message.presentation)
         if self._epochs.own and not self._rendezvous.is_open:
             self._out.send([session], self._rendezvous.revoke_message("attached"))
-            self._out.send([session], self._epochs.plan_message)
+            self._out.send([session], self._epochs.plan_message())
         for number in self._roster.with_fate(Fate.OUT):
             if self._roster.workers[number].node_agent == node:
                 self._roster.kill(self._roster.workers[number], "evicted from the run")
         self._drains.tell_launcher(node)
 
-    def _why_barred(self, worker: Member, message: Mapping[str, Any], new: bool) -> str:
+    def _why_barred(self, worker: Member, message: to_coordinator.Attach, new: bool) -> str:
         """Return why a process may not attach as ``worker``; empty if it may."""
         evidence = self._leadership.evidence
         if worker.number in evidence.dead | evidence.left and self._leadership.term > 0:
             return f"worker {worker.number} has ended"
         if worker.fate not in (Fate.LIVE, Fate.ASIDE):
             return f"worker {worker.number} is known as {'evicted' if worker.fate is Fate.OUT else worker.fate.value}"
-        if worker.incarnation not in ("", message["incarnation"]):
+        if worker.incarnation not in ("", message.incarnation):
             return f"worker {worker.number} is a different process"
-        if new and self._drains.is_draining(message.get("node_agent", "")):
-            return f"node {message['node_agent']} is being drained"
-        if message.get("newcomer", False) and worker.number < self._roster.world:
+        if new and self._drains.is_draining(message.node_agent):
+            return f"node {message.node_agent} is being drained"
+        if message.newcomer and worker.number < self._roster.world:
             return f"worker id {worker.number} belongs to the launch, and a newcomer needs a new id"
         apart = new or worker.back or worker.fate is Fate.ASIDE
         if self._epochs.own and not apart and worker.number not in self._epochs.formed.members:
@@ -138,23 +140,23 @@ class Admission:
             return f"worker {worker.number} is evicted"
         return ""
 
-    def _present(self, session: int, message: Mapping[str, Any]) -> None:
+    def _present(self, session: int, presented: fields.Presented) -> None:
         """Record a member's presentation, and send the first answer.
 
         Until this coordinator has formed an epoch, a presentation may contain an epoch that it does not know.
         """
-        presentation = presentation_from_wire(message)
+        presentation = presented.presentation()
         news = self._leadership.presented(presentation)
         self._roster.meet(presentation.mentioned)
         if self._leadership.term == 0:
-            self._out.send([session], {"type": "standby"})
+            self._out.send([session], to_member.Standby())
         elif self._rendezvous.is_open:
             if news and not self._epochs.own:
                 self._roster.changes.append("a member presented unknown epochs or deaths")
             else:
                 self._tell_of_rendezvous(session)
         elif not self._epochs.own:
-            self._out.send([session], self._leadership.lead_message)
+            self._out.send([session], to_member.Lead(self._leadership.term))
 
     def _tell_of_rendezvous(self, session: int) -> None:
         """Send the open rendezvous to a launcher, to a worker that must join it, or to a set-aside worker."""
@@ -165,9 +167,9 @@ class Admission:
             return
         if isinstance(peer, NodeAgentStatus) and self._epochs.own:
             # The launcher must know that the run has begun, because it then reacts to a worker's death differently.
-            formed = {"epoch": self._epochs.formed.epoch, "members": to_runs(self._epochs.formed.members)}
-            self._out.send([session], {**revoke, **formed})
-            self._out.send([session], self._epochs.plan_message)
+            formed = self._epochs.formed
+            self._out.send([session], replace(revoke, epoch=formed.epoch, members=to_runs(formed.members)))
+            self._out.send([session], self._epochs.plan_message())
         self._out.send([session], revoke)
 
 
@@ -234,8 +236,9 @@ class AddedCandidates:
         """Create an empty list. ``witnessed``: whether the run has a witness."""
         self._roster = roster
         self._out = out
-        self._shared: dict[str, Any] = {} if lease is None else {"lease": lease, "slack": slack or 0}
-        self._shared |= {"witnessed": True} if witnessed else {}
+        slack = 0 if lease is None else slack or 0
+        self._for_workers = to_member.Candidates([], roster.world)
+        self._for_launchers = replace(self._for_workers, lease=lease, slack=slack, witnessed=witnessed)
         self._by_node: dict[str, tuple[NodeAgentStatus, Address]] = {}
         """Node name -> the launcher that joined, and the address of its candidate, in the order of arrival."""
         self._leads = False
@@ -272,9 +275,8 @@ class AddedCandidates:
         """Send the candidate list to the member of ``session`` if that member was accepted and this candidate leads."""
         peer = self._roster.sessions.get(session)
         if self._leads and peer is not None:
-            more = self._shared if isinstance(peer, NodeAgentStatus) else {}
-            added = [list(address) for address in self._listed]
-            self._out.send([session], {"type": "candidates", "added": added, "world": self._roster.world, **more})
+            message = self._for_launchers if isinstance(peer, NodeAgentStatus) else self._for_workers
+            self._out.send([session], replace(message, added=self._listed))
 
     @property
     def _list(self) -> list[Address]:

@@ -34,9 +34,6 @@ coordinator's process counts against no member.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from recover_megatron.membership.admission import AddedCandidates, Admission, TakeOver
 from recover_megatron.membership.drains import Drains
 from recover_megatron.membership.ending import Ending, ExceptionReports, Survivors
@@ -59,6 +56,7 @@ from recover_megatron.membership.events import (
 )
 from recover_megatron.membership.lateness import Lateness, Witnessed
 from recover_megatron.membership.leadership import Leadership
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import (
     EXIT_NO_REPLICA,
     EXIT_SAME_FAULT,
@@ -73,6 +71,9 @@ from recover_megatron.membership.records import (
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 from recover_megatron.membership.view import Observing
 from recover_megatron.membership.witness import Witness
+
+_MINOR = to_coordinator.Heartbeat, to_coordinator.Heard, to_coordinator.Join, to_coordinator.Observe
+"""Messages after which a rendezvous can be complete only if it says so itself (``all_joined``, ``hearing.due``)."""
 
 
 class Coordinator:
@@ -128,8 +129,8 @@ class Coordinator:
         nodes = self.leadership.witness.nodes
         return Coordinator(self.roster.world, self.settings, salt, self._planner, slack, now, lease, nodes)
 
-    def view(self, now: float) -> dict[str, Any]:
-        """Return the message ``view`` for observers, without changing any state."""
+    def view(self, now: float) -> to_member.View:
+        """Return the message that observers get, without changing any state."""
         return self._observing.view(self.state, now)
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
@@ -138,7 +139,7 @@ class Coordinator:
         A change of membership takes effect at the next ``Settle`` event, which must follow each batch of events.
         """
         self._due |= not isinstance(event, Settle) and not (
-            isinstance(event, Received) and event.message["type"] in ("heartbeat", "heard", "join", "observe")
+            isinstance(event, Received) and isinstance(event.message, _MINOR)
         )
         try:
             self._apply(event, now)
@@ -299,7 +300,7 @@ class Coordinator:
             self.roster.changes.append("the run starts")
         else:
             self.state = State.GATHERING
-            self._out.send(self.roster.sessions, self.leadership.lead_message)
+            self._out.send(self.roster.sessions, to_member.Lead(self.leadership.term))
 
     def _gather(self, now: float) -> None:
         if self._takeover.gathered(now):
@@ -341,90 +342,88 @@ class Coordinator:
             return
         self.rendezvous.form(now, self.drains.to_decide(self.rendezvous.members))
         self.state = State.STEADY
-        plan, members = self.epochs.plan_message, self.epochs.formed.members
+        members = self.epochs.formed.members
         self.leadership.formed(self.epochs.formed)
-        self._out.send(self.roster.sessions_of(members), {**plan, "data": self.epochs.plan})
-        self._out.send(self.roster.node_agent_sessions, plan)
+        self._out.send(self.roster.sessions_of(members), self.epochs.plan_message(self.epochs.plan))
+        self._out.send(self.roster.node_agent_sessions, self.epochs.plan_message())
 
     # -- messages of members ------------------------------------------------------------------------------------------
 
-    def _received(self, session: int, message: Mapping[str, Any], now: float) -> None:
+    def _received(self, session: int, message: to_coordinator.ToCoordinator, now: float) -> None:
         peer = self.roster.sessions.get(session)
         if peer is not None:
             self.roster.hear(peer, now)
-            if isinstance(peer, NodeAgentStatus):
-                self._from_node_agent(peer, session, message, now)
-            else:
+            if isinstance(peer, Member):
                 self._from_worker(peer, session, message, now)
-        elif message["type"] in ("observe", "drain"):
+            elif isinstance(message, to_coordinator.Candidate):
+                self._candidates.has(peer, message.address)
+            elif isinstance(message, to_coordinator.Beat):
+                self._out.send([session], to_member.Beat())
+            else:
+                self.roster.from_node_agent(peer, message, self.leadership.term, now)
+        elif isinstance(message, to_coordinator.Observe | to_coordinator.Drain):
             self._observing.asked(session, message, self.state, now)
         elif session in self._observing.sessions:
             self._observing.sessions.pop(session, None)
-            self.roster.refuse(session, f"an observer may not send {message['type']}")
-        elif message["type"] not in ("attach", "attach_node_agent"):
-            self.roster.refuse(session, f"received {message['type']} before attach")
-        elif self.state is not State.STANDBY and message["term"] > self.leadership.term:
+            self.roster.refuse(session, f"an observer may not send {message.kind}")
+        elif not isinstance(message, to_coordinator.Hello):
+            self.roster.refuse(session, f"received {message.kind} before attach")
+        elif self.state is not State.STANDBY and message.presentation.term > self.leadership.term:
             self.roster.refuse(session, "you follow a newer coordinator")
             self._step_down("a member follows a newer coordinator")
         else:
-            attach = self._admission.worker if message["type"] == "attach" else self._admission.node_agent
-            attach(session, message, now)
+            if isinstance(message, to_coordinator.Attach):
+                self._admission.worker(session, message, now)
+            else:
+                self._admission.node_agent(session, message, now)
             self._candidates.greet(session)
 
-    def _from_node_agent(self, peer: NodeAgentStatus, session: int, message: Mapping[str, Any], now: float) -> None:
-        if message["type"] == "candidate":
-            host, port = message["address"]
-            self._candidates.has(peer, (host, port))
-        else:
-            self.roster.from_node_agent(peer, session, message, self.leadership.term, now)
-
-    def _from_worker(self, worker: Member, session: int, message: Mapping[str, Any], now: float) -> None:
+    def _from_worker(self, worker: Member, session: int, message: to_coordinator.ToCoordinator, now: float) -> None:
         epochs, changes = self.epochs, self.roster.changes
         steady = self.state is State.STEADY
-        of_this_epoch = steady and message.get("epoch") == epochs.formed.epoch
-        match message["type"]:
-            case "heartbeat":
+        of_this_epoch = steady and isinstance(message, fields.OfEpoch) and message.epoch == epochs.formed.epoch
+        match message:
+            case to_coordinator.Heartbeat():
                 worker.progress.heartbeat(message, now, may_wait=steady and worker.done <= epochs.committed)
-                self._out.send([session], {"type": "beat"})
-            case "join" if worker.fate is Fate.ASIDE:
+                self._out.send([session], to_member.Beat())
+            case to_coordinator.Join() if worker.fate is Fate.ASIDE:
                 self.roster.take_back(worker, now)
-            case "join":
+            case to_coordinator.Join():
                 self.rendezvous.join(worker, message, now)
-            case "heard" if message["term"] == self.leadership.term:
-                self.rendezvous.hearing.heard(worker, message["epoch"])
-                if self.rendezvous.hearing.announced and self.epochs.formed.epoch:  # the worker missed ``all_heard``
-                    self._out.send([session], {"type": "all_heard", **{k: message[k] for k in ("epoch", "term")}})
-            case "done" if of_this_epoch:
-                epochs.done(worker, message["iteration"], now)
-            case "idle" if of_this_epoch:
+            case to_coordinator.Heard(epoch, term) if term == self.leadership.term:
+                self.rendezvous.hearing.heard(worker, epoch)
+                if self.rendezvous.hearing.announced and self.epochs.formed.epoch:  # the worker missed ``AllHeard``
+                    self._out.send([session], to_member.AllHeard(epoch, term))
+            case to_coordinator.Done(iteration=iteration) if of_this_epoch:
+                epochs.done(worker, iteration, now)
+            case to_coordinator.Idle() if of_this_epoch:
                 epochs.idle(worker)
-            case "bye":
-                worker.idle_in = message.get("idle", worker.idle_in)
+            case to_coordinator.Bye(idle):
+                worker.idle_in = idle or worker.idle_in
                 epochs.left(worker, self.drains.why_left(worker))
                 all_gone = not epochs.formed.members & self.roster.with_fate(Fate.LIVE)
                 if self.state is State.RENDEZVOUS or all_gone or epochs.finished:
                     changes.append(f"{worker.name} has left")
                 changes.extend(self.drains.news_of(worker.node))
-            case "drain_answer" if of_this_epoch:
-                self.drains.answered(message["node"], message["reason"])
-            case "complain" if of_this_epoch:
-                if "peer" in message:
-                    self._out.log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
-                changes.append(f"{worker.name} requested a new epoch: {message['reason']}")
-            # In other states ``give_up`` is ignored, because workers repeat it when a rendezvous opens.
-            case "give_up" if steady or self.state is State.RENDEZVOUS:
-                code, reason = message["code"], message["reason"]
+            case to_coordinator.DrainAnswer(node=node, reason=reason) if of_this_epoch:
+                self.drains.answered(node, reason)
+            case to_coordinator.Complain(reason=reason, peer=peer) if of_this_epoch:
+                if peer is not None:
+                    self._out.log("complaint", worker=worker.number, peer=peer, reason=reason)
+                changes.append(f"{worker.name} requested a new epoch: {reason}")
+            # In other states ``GiveUp`` is ignored, because workers repeat it when a rendezvous opens.
+            case to_coordinator.GiveUp(code, reason) if steady or self.state is State.RENDEZVOUS:
                 self._out.log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
                 raise RunOver(code, reason, by=worker.number)
-            case "note":
-                self.roster.pass_on(worker, message["text"])
-            case "report_exception":
-                self._out.send([session], {"type": "noted"})
+            case to_coordinator.Note(text):
+                self.roster.pass_on(worker, text)
+            case to_coordinator.ReportException():
+                self._out.send([session], to_member.Noted())
                 cause = self._exceptions.add(worker, message)
                 if cause is not None and self.state is not State.STANDBY:
                     raise RunOver(EXIT_SAME_FAULT, cause, by=worker.number)
-            case "abandon":
-                self.roster.abandoned(worker, message["reason"], now, followed=self.state is not State.STANDBY)
+            case to_coordinator.Abandon(reason):
+                self.roster.abandoned(worker, reason, now, followed=self.state is not State.STANDBY)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -432,7 +431,7 @@ class Coordinator:
         """Stop leading, and refuse all attached members, so that they look for another coordinator."""
         self._out.log("step_down", reason=reason)
         for session in [*self.roster.sessions, *self._observing.sessions]:
-            self._out.send([session], {"type": "refused", "reason": reason})
+            self._out.send([session], to_member.Refused(reason))
             self._out.do(Close(session))
         self.roster.sessions.clear()
         self.roster.changes.clear()

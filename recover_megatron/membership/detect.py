@@ -39,8 +39,8 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from recover_megatron.membership.messages import to_coordinator
 from recover_megatron.membership.records import Settings, WorkerId, Workers
 
 STEP_PHASES = ("data", "forward", "reduce-scatter", "agree", "optimizer")
@@ -68,29 +68,29 @@ class WorkerProgress:
     iteration: int = 0
     phase: str = ""
     microbatch: int | None = None
-    place: list[int] | None = None
+    place: tuple[int, int, int] | None = None
     """Replica, position and quota, as the worker reports them; None: it has no place."""
     goes_back: bool = False
     """True if the worker knows a snapshot or checkpoint to load in case no live worker holds some part of the state."""
-    loss: list[Any] | None = None
-    """``[step, loss]`` of the last finished step; None: not reported. A loss that is not finite is None."""
+    loss: tuple[int, float | None] | None = None
+    """Step and loss of the last finished step; None: not reported. A loss that is not finite is None."""
 
-    def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
-        """Record a checked message ``heartbeat``.
+    def heartbeat(self, message: to_coordinator.Heartbeat, now: float, *, may_wait: bool) -> None:
+        """Record a worker's heartbeat.
 
         ``may_wait``: True if the worker's marks decide whether it is waiting; False after it has reported its step or
         joined a rendezvous, because it is then waiting whatever its marks say.
         """
-        self.iteration, self.phase = message["iteration"], message["phase"]
-        self.microbatch, self.place = message.get("microbatch"), message.get("place")
-        self.goes_back, self.loss = message.get("goes_back", False), message.get("loss")
-        if message["count"] == self.count:
+        self.iteration, self.phase = message.iteration, message.phase
+        self.microbatch, self.place = message.microbatch, message.place
+        self.goes_back, self.loss = message.goes_back, message.loss
+        if message.count == self.count:
             return
-        self.count, self.marked, self.allow = message["count"], now, message["allow"]
-        self.waits = message["waiting"]
+        self.count, self.marked, self.allow = message.count, now, message.allow
+        self.waits = message.waiting
         if not may_wait:
             return
-        if not message["waiting"]:
+        if not message.waiting:
             self.waiting_since = None
         elif self.waiting_since is None:
             self.waiting_since = now

@@ -23,6 +23,7 @@ from enum import Enum
 
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Outbox
+from recover_megatron.membership.messages import fields, to_member
 from recover_megatron.membership.records import Json, WorkerId, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
@@ -100,14 +101,14 @@ class Drains:
             self.tell_launcher(node)
             self._roster.changes.extend(self.news_of(node))  # the node's spares may have left before this answer
 
-    def tell_launcher(self, node: str, **more: bool) -> None:
+    def tell_launcher(self, node: str, stays: bool = False) -> None:
         """If ``node`` is being drained, notify its launcher, so that the launcher starts no more workers.
 
-        ``more``: further fields of the message.
+        ``stays``: True if the drain is refused after all.
         """
         node_agent = self._roster.node_agents.get(node)
         if self.is_draining(node) and node_agent is not None and node_agent.session is not None:
-            self._out.send([node_agent.session], {"type": "drain", **more})
+            self._out.send([node_agent.session], to_member.Drain(stays))
 
     def _refuse(self, name: str, reason: str) -> None:
         self._out.log("drain_refused", node=name, reason=reason)
@@ -132,7 +133,7 @@ class Drains:
         empty = self.is_draining(node) and not self._live(node)
         return [f"node {node} {DRAINED}"] if empty and self._workers_of(node) & self._epochs.formed.members else []
 
-    def rows(self) -> list[Json]:
+    def rows(self) -> fields.Rows:
         """Return one row for each requested drain: node, state, and live or set-aside workers, for observers."""
         shown = sorted({*self._asked, *self._known_to_members})
         rows: list[dict[str, Json]] = [

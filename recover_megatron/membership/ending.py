@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from signal import Signals
-from typing import Any
 
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Close, CoordinatorEvent, Exit, Outbox, Received
+from recover_megatron.membership.messages import to_coordinator, to_member
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
@@ -57,14 +57,6 @@ class ExceptionReport:
     gradient is checked after the pass, a device reports an error at the next synchronisation)."""
     own: bool = False
     """True if the worker's host or device is at fault."""
-
-    @staticmethod
-    def of(name: str, message: Mapping[str, Any]) -> ExceptionReport:
-        microbatch = message.get("microbatch")
-        tried = frozenset(message.get("tried", ())) | ({microbatch} if microbatch is not None else frozenset())
-        group, iteration, error = message["group"], message["iteration"], message["error"]
-        phase, own = message.get("phase", ""), message.get("own", False)
-        return ExceptionReport(name, group, iteration, microbatch, error, phase, tried, own)
 
     def shared(self, other: ExceptionReport) -> frozenset[int | str]:
         """Return the work that two replicas both tried: microbatches, or a phase. Empty if a host is at fault."""
@@ -133,16 +125,17 @@ class ExceptionReports:
         self._reports: dict[WorkerId, ExceptionReport] = {}
         self._out = out
 
-    def add(self, worker: Member, message: Mapping[str, Any]) -> str | None:
-        """Store a worker's report (a checked message). Return why the run must end, or None."""
+    def add(self, worker: Member, m: to_coordinator.ReportException) -> str | None:
+        """Store a worker's report. Return why the run must end, or None."""
         if worker.number in self._reports:
             return None
-        report = ExceptionReport.of(worker.name, message)
-        where = {"iteration": report.iteration, "microbatch": report.microbatch, "group": report.group}
-        details = {"phase": report.phase, "own": report.own, "error": report.error, "traceback": message["traceback"]}
+        where = {"iteration": m.iteration, "microbatch": m.microbatch, "group": m.group}
+        details = {"phase": m.phase, "own": m.own, "error": m.error, "traceback": m.traceback}
         self._out.log("exception", worker=worker.number, host=worker.host, **where, **details)
         # The report is newer than the last heartbeat, so it has the iteration and phase of the failure.
-        worker.progress.iteration, worker.progress.phase = report.iteration, report.phase or worker.progress.phase
+        worker.progress.iteration, worker.progress.phase = m.iteration, m.phase or worker.progress.phase
+        tried = frozenset(m.tried) | ({m.microbatch} if m.microbatch is not None else frozenset())
+        report = ExceptionReport(worker.name, m.group, m.iteration, m.microbatch, m.error, m.phase, tried, m.own)
         cause = true_cause(report, self._reports.values())
         self._reports[worker.number] = report
         return cause
@@ -187,7 +180,7 @@ class Ending:
         self.deadline = math.inf
         self._roster = roster
         self._out = out
-        self._farewell: dict[str, Any] = {}  # the stop message, set by ``begin``
+        self._farewell = to_member.Stop("", 0, 0)  # replaced by ``begin``
         self._awaited: set[int | str] = set()  # workers and launchers that must still receive the stop message
 
     def begin(
@@ -202,7 +195,7 @@ class Ending:
         need the exit code.
         """
         roster, settings = self._roster, self._roster.settings
-        code, reason = over.code, over.reason
+        code, reason, by = over.code, over.reason, over.by
         if code and (ordered := self._ordered_to_stop(formed)):
             code, reason = ordered
         workers = absent if over.by is not None else Workers()
@@ -218,10 +211,8 @@ class Ending:
         self._awaited = {*workers, *nodes}
         self.deadline = max(until, default=math.inf)
         self._out.log("stop", code=code, reason=reason)
-        self._farewell = {"type": "stop", "code": code, "reason": reason[:2000], "epoch": formed.epoch}
-        self._farewell["left"] = to_runs(roster.with_fate(Fate.LEFT))
-        if over.by is not None:
-            self._farewell["by"] = over.by
+        left = to_runs(roster.with_fate(Fate.LEFT))
+        self._farewell = to_member.Stop(reason[:2000], code, formed.epoch, by, left)
         self._out.send([*sorted(roster.sessions), *observers], self._farewell)
         if not self._awaited:
             self._out.do(Exit(code, reason))
@@ -234,16 +225,17 @@ class Ending:
         waited = bool(self._awaited)
         if isinstance(event, Received):
             message = event.message
-            if message["type"] == "observe" or (waited and message["type"] in ("attach", "attach_node_agent")):
+            is_hello = isinstance(message, to_coordinator.Hello)
+            if isinstance(message, to_coordinator.Observe) or (waited and is_hello):
                 self._out.send([event.session], self._farewell)
                 self._out.do(Close(event.session))
-                self._awaited -= {message.get("worker"), message.get("node")}
+                self._awaited -= {getattr(message, name, None) for name in ("worker", "node")}
             else:
                 self._roster.refuse(event.session, "this coordinator has stopped")
         if waited and (not self._awaited or now >= self.deadline):
             self._awaited.clear()
             self.deadline = math.inf
-            self._out.do(Exit(self._farewell["code"], self._farewell["reason"]))
+            self._out.do(Exit(self._farewell.code, self._farewell.reason))
 
     def _ordered_to_stop(self, formed: Formed) -> tuple[int, str] | None:
         """Return exit code and reason if all launchers with workers in the run were ordered to stop, else None."""
@@ -315,4 +307,4 @@ class Survivors:
         names = ", ".join(self._roster.workers[number].name for number in sorted(required)[:4])
         text = f"all other workers are lost: the run waits for {names}{' and others' * (len(required) > 4)} (set aside)"
         self._out.log("waits", workers=to_runs(required), reason=text)
-        self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
+        self._out.send(self._roster.node_agent_sessions, to_member.Tell(text[:2000]))

@@ -14,11 +14,11 @@ and a decision that a single worker has received is never reversed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Any
+from collections.abc import Container
 
 from recover_megatron.membership.events import Outbox
 from recover_megatron.membership.leadership import Leadership, Permission
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
@@ -121,10 +121,10 @@ class Epochs:
             for w in gone
         }
 
-    @property
-    def plan_message(self) -> dict[str, Any]:
-        """Message ``plan`` without the field ``data``, for launchers."""
-        return {"type": "plan", **self.formed.to_wire(), "committed": self.committed}
+    def plan_message(self, data: Json = None) -> to_member.Plan:
+        """Return the message with the last epoch's plan; without ``data``: for launchers."""
+        formed = self.formed
+        return to_member.Plan(formed.epoch, formed.term, to_runs(formed.members), self.committed, data)
 
     # -- commits ------------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Epochs:
             if self.finished:
                 self._roster.changes.append("only workers without a part in the work remain")
         elif self._ready == len(self.formed.members) and self.commit(self.working):
-            message = {"type": "commit", "epoch": self.formed.epoch, "iteration": self.committed}
+            message = to_member.Commit(self.formed.epoch, self.committed)
             self._out.send(self._roster.sessions_of(self.formed.members), message)
             for progress in (self._roster.workers[member].progress for member in self.formed.members):
                 progress.waiting_since, progress.waits = None, False
@@ -224,7 +224,7 @@ class RevokeConfirmations:
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:
         self.announced = True
-        """True once ``all_heard`` was sent, because all workers have confirmed; True before the first epoch."""
+        """True once ``AllHeard`` was sent, because all workers have confirmed; True before the first epoch."""
         self.may = False
         """True if no worker is evicted, or the next epoch may be formed without the evicted workers."""
         self._roster = roster
@@ -255,16 +255,16 @@ class RevokeConfirmations:
 
     @property
     def due(self) -> bool:
-        """True if all confirmations have arrived, but the message ``all_heard`` has not been sent."""
+        """True if all confirmations have arrived, but the message ``AllHeard`` has not been sent."""
         return not self.announced and not self.missing
 
     def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
-        """Send ``all_heard`` to all workers if it is due and allowed (``may``), and restart their hang timeouts."""
+        """Send ``AllHeard`` to all workers if it is due and allowed (``may``), and restart their hang timeouts."""
         if not self.due or not self.may:
             return
         self.announced = True
         workers = self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE)
-        out.send(self._roster.sessions_of(workers), {"type": "all_heard", "epoch": epoch, "term": term})
+        out.send(self._roster.sessions_of(workers), to_member.AllHeard(epoch, term))
         for number in workers:
             progress = self._roster.workers[number].progress
             progress.marked = max(progress.marked, now)
@@ -314,45 +314,37 @@ class Rendezvous:
         """Return whether a worker is new, set aside, or for another reason no member of the last epoch."""
         return worker.new or worker.fate is Fate.ASIDE or worker.number not in self._epochs.formed.members
 
-    def revoke_message(self, reason: str, *, apart: bool = False) -> dict[str, Any]:
-        """Return the message ``revoke``, which ends the last epoch and contains the last commit and the next members.
+    def revoke_message(self, reason: str, *, apart: bool = False) -> to_member.Revoke:
+        """Return the message that ends the last epoch and contains the last commit and the next members.
 
         ``apart``: the receivers are workers for which ``is_apart`` is true, and the message has no commit. Such workers
         took no part in the committed step: they do not apply it, but copy the state of a worker that has applied it.
         """
-        epochs, roster = self._epochs, self._roster
-        message: dict[str, Any] = {
-            "type": "revoke",
-            **self.opened.to_wire(),
-            "dead": to_runs(roster.with_fate(Fate.DEAD)),
-            "left": to_runs(roster.with_fate(Fate.LEFT)),
-            "committed": 0 if apart else epochs.committed,
-            "reason": reason[:2000],
-        }
-        if aside := roster.with_fate(Fate.ASIDE):
-            message["aside"] = to_runs(aside)
-        if apart and not self.members & epochs.formed.members:
-            # No member of the last epoch is in the next one, but the next coordinator must know of the last epoch.
-            message |= epochs.formed.to_wire("after_")
-        if not epochs.own and epochs.plan is None and epochs.formed.epoch > 0:
-            holders = (roster.workers[m] for m in sorted(self.members))
-            holder = next((w for w in holders if w.session and w.formed_epoch == epochs.formed.epoch), None)
-            if holder is not None:
-                message["present_plan"] = holder.number
-        return message
+        epochs, opened, formed = self._epochs, self.opened, self._epochs.formed
+        dead, left, aside = (to_runs(self._roster.with_fate(fate)) for fate in (Fate.DEAD, Fate.LEFT, Fate.ASIDE))
+        holder = None
+        if not epochs.own and epochs.plan is None and formed.epoch > 0:
+            holders = (self._roster.workers[m] for m in sorted(self.members))
+            holder = next((w.number for w in holders if w.session and w.formed_epoch == formed.epoch), None)
+        # If no member of the last epoch is in the next one, the next coordinator must still know of the last epoch.
+        after = fields.Epoch.of(formed) if apart and not self.members & formed.members else None
+        members, committed = to_runs(opened.members), 0 if apart else epochs.committed
+        return to_member.Revoke(
+            opened.epoch, opened.term, members, dead, left, committed, reason[:2000], aside, holder, after
+        )
 
-    def join(self, worker: Member, message: Mapping[str, Any], now: float) -> None:
+    def join(self, worker: Member, message: to_coordinator.Join, now: float) -> None:
         """Record a worker's join, status and last reports. Ignore a join of a rendezvous that is not open."""
-        if not self.is_open or message["epoch"] != self.opened.epoch or worker.number not in self.members:
+        if not self.is_open or message.epoch != self.opened.epoch or worker.number not in self.members:
             return
         self._joined += worker.joined != self.opened.epoch
-        worker.joined, worker.status, worker.done = message["epoch"], message["status"], message["done"]
-        worker.idle_in, worker.vacant = message.get("idle", 0), message.get("vacant", False)
-        if isinstance(message["status"], dict) and isinstance(node := message["status"].get("node"), str) and node:
+        worker.joined, worker.status, worker.done = message.epoch, message.status, message.done
+        worker.idle_in, worker.vacant = message.idle, message.vacant
+        if isinstance(message.status, dict) and isinstance(node := message.status.get("node"), str) and node:
             worker.node = node[:256]
         worker.progress.marked = worker.progress.waiting_since = now
-        if "plan" in message and not self._epochs.own:
-            self._epochs.plan = message["plan"]
+        if message.plan is not None and not self._epochs.own:
+            self._epochs.plan = message.plan
 
     def withdraw(self, worker: Member) -> None:
         """Require a worker to join again, because it has a new connection."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
+from recover_megatron.membership.messages import to_coordinator, to_member
 from recover_megatron.membership.records import Json, Workers
 
 # -- into the coordinator ---------------------------------------------------------------------------------------------
@@ -14,10 +14,10 @@ from recover_megatron.membership.records import Json, Workers
 
 @dataclass(frozen=True)
 class Received:
-    """A checked message from a member or observer. A member's first message is ``attach`` or ``attach_node_agent``."""
+    """A checked message from a member or observer. A member's first message is ``Attach`` or ``AttachNodeAgent``."""
 
     session: int
-    message: Mapping[str, Any]
+    message: to_coordinator.ToCoordinator
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Send:
     """Send one message to each of the sessions (encoded once)."""
 
     sessions: tuple[int, ...]
-    message: Mapping[str, Any]
+    message: to_member.ToMember
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Outbox:
     def log(self, event: str, **fields: Json) -> None:
         self.do(Log({"event": event, **fields}))
 
-    def send(self, sessions: Iterable[int], message: Mapping[str, Any]) -> None:
+    def send(self, sessions: Iterable[int], message: to_member.ToMember) -> None:
         """Send a message to each of ``sessions``; do nothing if there are none."""
         if targets := tuple(sessions):
             self.do(Send(targets, message))
@@ -194,7 +194,7 @@ class Lost:
 class Heard:
     """A checked message on the current connection."""
 
-    message: Mapping[str, Any]
+    message: to_member.ToMember
 
 
 MemberEvent = Accepted | Connected | Lost | Heard | Tick
@@ -212,7 +212,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class Say:
-    message: Mapping[str, Any]
+    message: to_coordinator.ToCoordinator
 
 
 @dataclass(frozen=True)
@@ -239,13 +239,9 @@ class Look:
 
 @dataclass(frozen=True)
 class Notify:
-    """Notification for the owner of a member's session.
+    """Notification for the owner of a member's session: a message that the member obeys; None: the member is out."""
 
-    ``kind``: "revoke", "plan", "commit", "out", "kill", "note", "tell", "drain", "candidates" or "opened".
-    """
-
-    kind: str
-    detail: Mapping[str, Any] = field(default_factory=dict)
+    message: to_member.ToMember | None
 
 
 MemberEffect = Dial | Say | Abandon | Hangup | Look | Notify

@@ -15,6 +15,7 @@ from recover_megatron.membership.detect import STORAGE_PHASES, Answer, Stall, Wo
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Outbox, Probe, State, Statement
 from recover_megatron.membership.leadership import Leadership
+from recover_megatron.membership.messages import to_member
 from recover_megatron.membership.records import WorkerId, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 from recover_megatron.membership.view import statuses_of
@@ -52,7 +53,7 @@ class Lateness:
             deaf = roster.silence(worker, now) > settings.heartbeat_timeout and roster.vouched(worker, now)
             if deaf and not held_up:
                 self._out.do(Probe(worker.session))
-            self._out.send([worker.session], {"type": "beat"})
+            self._out.send([worker.session], to_member.Beat())
         for node_agent in (agent for agent in roster.node_agents.values() if agent.session is not None):
             assert node_agent.session is not None
             silence = roster.silence(node_agent, now)
@@ -63,7 +64,7 @@ class Lateness:
                 if not held_up:
                     self._out.do(Probe(node_agent.session))
             if silence > max(1.5 * settings.heartbeat_interval, 1.1 * node_agent.asked):
-                self._out.send([node_agent.session], {"type": "beat"})
+                self._out.send([node_agent.session], to_member.Beat())
                 node_agent.asked = silence
 
     def silent(self, now: float, fresh: float = -math.inf) -> list[Member]:
@@ -255,11 +256,11 @@ class Lateness:
             text += " (--recover-stall-timeout)" * (self.stall.until is None)
             counts = {"replicas": len({replica_of[number] for number in waited if number in replica_of})}
             self._out.log("stalled", workers=to_runs(waited), **counts, seconds=seconds, left=left, reason=text)
-            self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
+            self._out.send(self._roster.node_agent_sessions, to_member.Tell(text[:2000]))
         if answer.over is not None:
             text = f"the stall is over after {answer.over:.0f} s: the run continues"
             self._out.log("stall_over", seconds=answer.over)
-            self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text})
+            self._out.send(self._roster.node_agent_sessions, to_member.Tell(text))
 
     def _describe(self, waited: dict[WorkerId, str]) -> str:
         """Return text that names workers, their hosts, and why the run waits for them."""

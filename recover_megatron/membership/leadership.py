@@ -43,12 +43,12 @@ simulation (tests/membership) includes newcomers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from recover_megatron.membership.events import AskForLease, Outbox, Verdict
+from recover_megatron.membership.messages import to_member
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     Evidence,
@@ -211,10 +211,6 @@ class Leadership:
         self._out.log("lead", term=self.term, formed=formed, reached=reached)
 
     @property
-    def lead_message(self) -> Mapping[str, Any]:
-        return {"type": "lead", "term": self.term}
-
-    @property
     def not_come(self) -> list[Member]:
         """Live workers that have no session, and on which the run counts according to the members' presentations."""
         workers = (self._roster.workers[n] for n in sorted(self.evidence.target))
@@ -296,7 +292,7 @@ class Leadership:
                 self._wait_reported = True
                 text = f"the run waits at most {patience:g} s for the lease: lost workers may continue the run: {why}"
                 self._out.log("lease", epoch=opened.epoch, granted=None, reason=why)
-                self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
+                self._out.send(self._roster.node_agent_sessions, to_member.Tell(text[:2000]))
             return False
         if not verdict.granted:
             raise RunOver(EXIT_LOST_MAJORITY, f"the other workers have continued, so this side stops: {verdict.reason}")

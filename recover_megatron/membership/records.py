@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NewType, Self, cast
+from typing import Any, NewType, cast
 
 Json = Any
 """A value that ``json.dumps`` accepts: statuses and plans consist of such values."""
@@ -16,8 +16,10 @@ WorkerId = NewType("WorkerId", int)
 """Permanent number of a worker of the run; not a session, rank or slot."""
 Workers = frozenset[WorkerId]
 
-Runs = list[list[int]]
-"""A set of worker ids in a message: sorted ranges ``[[first, last], ...]``, both ends included."""
+
+class Runs(list[list[int]]):
+    """A set of worker ids in a message: sorted ranges ``[[first, last], ...]``, both ends included."""
+
 
 MAX_WORKERS = 1 << 20
 """All worker ids are below this number. It also limits the size of the set that ``from_runs`` returns."""
@@ -33,7 +35,7 @@ MOST_ADDED = 3
 
 
 def to_runs(workers: Iterable[int]) -> Runs:
-    runs: Runs = []
+    runs = Runs()
     for worker in sorted(workers):
         if runs and worker == runs[-1][1] + 1:
             runs[-1][1] = worker
@@ -56,8 +58,8 @@ def cut_middle(text: str, limit: int) -> str:
     return text[:head] + mark + text[len(text) - (limit - len(mark) - head) :]
 
 
-def from_runs(runs: Runs) -> Workers:
-    """Return the workers in ``runs``, which must have passed the check in ``wire`` (bounded, ordered)."""
+def from_runs(runs: list[list[int]]) -> Workers:
+    """Return the workers in ``runs``, which must be bounded and ascend (``messages.fields.read_runs``)."""
     return cast("Workers", frozenset(worker for first, last in runs for worker in range(first, last + 1)))
 
 
@@ -117,16 +119,6 @@ class Formed:
     epoch: int
     members: Workers
     term: int = 0
-
-    def to_wire(self, prefix: str = "") -> dict[str, Any]:
-        """Return the fields that name this epoch in a message."""
-        return {f"{prefix}epoch": self.epoch, f"{prefix}term": self.term, f"{prefix}members": to_runs(self.members)}
-
-    @classmethod
-    def from_wire(cls, message: Mapping[str, Any], prefix: str = "") -> Self:
-        """Return the epoch in a checked message, from the fields that ``to_wire`` writes with this ``prefix``."""
-        members, term = message.get(f"{prefix}members", []), message.get(f"{prefix}term", 0)
-        return cls(message[f"{prefix}epoch"], from_runs(members), term)
 
 
 class Opened(Formed):
@@ -215,37 +207,11 @@ _COUNTER_SHIFT = 32
 
 
 def next_term(highest: int, salt: int) -> int:
-    """Return a unique term above ``highest``: the next counter in the high bits, random ``salt`` in the low 32 bits."""
+    """Return a unique term above ``highest``: the next counter in the high bits, random ``salt`` in the low 32 bits.
+
+    Messages carry terms of at most 63 bits, so a run has fewer than 2**31 terms.
+    """
     return ((highest >> _COUNTER_SHIFT) + 1 << _COUNTER_SHIFT) | salt
-
-
-def presentation_to_wire(presentation: Presentation) -> dict[str, Any]:
-    """Return the fields of an ``attach`` message that carry a presentation."""
-    wire: dict[str, Any] = {
-        "term": presentation.term,
-        **presentation.formed.to_wire("formed_"),
-        "committed": presentation.committed,
-        "dead": to_runs(presentation.dead),
-        "left": to_runs(presentation.left),
-    }
-    if presentation.aside:
-        wire["aside"] = to_runs(presentation.aside)
-    if presentation.opened is not None:
-        wire |= presentation.opened.to_wire("opened_")
-    return wire
-
-
-def presentation_from_wire(message: Mapping[str, Any]) -> Presentation:
-    """Return the presentation in a checked ``attach`` message."""
-    return Presentation(
-        term=message["term"],
-        formed=Formed.from_wire(message, "formed_"),
-        opened=Opened.from_wire(message, "opened_") if "opened_epoch" in message else None,
-        committed=message["committed"],
-        dead=from_runs(message["dead"]),
-        left=from_runs(message["left"]),
-        aside=from_runs(message.get("aside", [])),
-    )
 
 
 class Evidence:
@@ -365,7 +331,7 @@ class RunOver(Exception):
     ``by``: the worker whose message ended the run; None: the coordinator decided to end it.
     """
 
-    def __init__(self, code: int, reason: str, by: int | None = None) -> None:
+    def __init__(self, code: int, reason: str, by: WorkerId | None = None) -> None:
         super().__init__(reason)
         self.code = code
         self.reason = reason

@@ -15,13 +15,14 @@ knows a newcomer that has attached, or that is in an epoch that a member has pre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.events import Close, Outbox
+from recover_megatron.membership.messages import to_coordinator, to_member
+from recover_megatron.membership.messages.to_coordinator import ToCoordinator
 from recover_megatron.membership.records import Formed, Json, Settings, WorkerId, Workers, to_runs
 
 ENDED_IN_ORDER = "exit code 0"
@@ -233,27 +234,23 @@ class Roster:
         self._out.log("note", worker=worker.number, host=worker.host, text=text)
         node_agent = self.node_agents.get(worker.node_agent)
         if node_agent is not None and node_agent.session is not None:
-            self._out.send([node_agent.session], {"type": "note", "worker": worker.number, "text": text})
+            self._out.send([node_agent.session], to_member.Note(worker.number, text))
 
-    def from_node_agent(
-        self, node_agent: NodeAgentStatus, session: int, message: Mapping[str, Any], term: int, now: float
-    ) -> None:
+    def from_node_agent(self, node_agent: NodeAgentStatus, message: ToCoordinator, term: int, now: float) -> None:
         """Record a launcher's message. ``term``: this coordinator's term; 0: it does not lead."""
-        match message["type"]:
-            case "beat":
-                self._out.send([session], {"type": "beat"})
-            case "ack" if message["term"] == term:
-                node_agent.acknowledged = max(node_agent.acknowledged, message["epoch"])
-            case "spawned":
-                node_agent.running.add(message["worker"])
-                self._out.log("spawned", worker=message["worker"], pid=message["pid"], node=node_agent.node)
-            case "stopping":
-                node_agent.stopping = message["signal"]
-                self._out.log("stopping", node=node_agent.node, signal=node_agent.stopping)
-            case "ended":
-                node_agent.running.discard(message["worker"])
-                self._ended(message["worker"], message["how"], now, leads=term > 0)
-            case "abandon":
+        match message:
+            case to_coordinator.Ack() if message.term == term:
+                node_agent.acknowledged = max(node_agent.acknowledged, message.epoch)
+            case to_coordinator.Spawned(worker, pid):
+                node_agent.running.add(worker)
+                self._out.log("spawned", worker=worker, pid=pid, node=node_agent.node)
+            case to_coordinator.Stopping(signal):
+                node_agent.stopping = signal
+                self._out.log("stopping", node=node_agent.node, signal=signal)
+            case to_coordinator.Ended(worker, how):
+                node_agent.running.discard(worker)
+                self._ended(worker, how, now, leads=term > 0)
+            case to_coordinator.Abandon():
                 self.unbind(node_agent)
                 node_agent.awaited_until = now + self.settings.lost_timeout
 
@@ -284,7 +281,7 @@ class Roster:
     def refuse(self, session: int, reason: str) -> None:
         """Send a refusal and close the session. The refused peer then tries another candidate."""
         self._out.log("refused", reason=reason)
-        self._out.send([session], {"type": "refused", "reason": reason})
+        self._out.send([session], to_member.Refused(reason))
         self._out.do(Close(session))
 
     # -- fates --------------------------------------------------------------------------------------------------------
@@ -329,7 +326,7 @@ class Roster:
         worker.fate = Fate.OUT
         self._fault("out", worker, reason, now)
         if worker.session is not None:
-            self._out.send([worker.session], {"type": "fenced", "reason": reason})
+            self._out.send([worker.session], to_member.Fenced(reason))
         self.unbind(worker)
         self.kill(worker, reason, together)
 
@@ -355,10 +352,7 @@ class Roster:
         """Order the launcher of an evicted worker, if reached, to kill the worker's process."""
         node_agent = self.node_agent_of(worker)
         if node_agent is not None and node_agent.session is not None:
-            order = {"type": "kill", "worker": worker.number, "reason": reason}
-            if together:
-                order["with"] = to_runs(together)
-            self._out.send([node_agent.session], order)
+            self._out.send([node_agent.session], to_member.Kill(worker.number, reason, to_runs(together)))
 
     def _ended(self, number: WorkerId, how: str, now: float, *, leads: bool) -> None:
         """Record a launcher's report that a worker's process has ended.

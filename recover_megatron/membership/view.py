@@ -26,6 +26,7 @@ from recover_megatron.membership.drains import Drains
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Close, Outbox, State
 from recover_megatron.membership.leadership import Leadership
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import Json, WorkerId, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
@@ -37,7 +38,7 @@ MAX_ROWS = 8192
 LAST = 10
 """Maximum number of faults, and of recoveries, that a coordinator remembers."""
 
-_NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # maximum characters; JSON may need 12 bytes for each
+_NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # maximum characters; JSON may need 6 bytes for each
 _NUMBERS = ("replica", "position", "slot", "at", "iteration", "total", "quota", "device")
 _TEXTS = {"note": _NOTE, "node": _NAME}
 _FAULTS = ("fault", "exception", "stuck", "give_up")
@@ -143,15 +144,15 @@ class Observing:
     sessions: dict[int, float] = field(default_factory=dict, init=False)
     """Session -> time of its last request, oldest first."""
 
-    def asked(self, session: int, message: Mapping[str, Any], state: State, now: float) -> None:
+    def asked(self, session: int, message: to_coordinator.ToCoordinator, state: State, now: float) -> None:
         """Apply an observer's request for a drain, and answer with a view; refuse an observer that asks too often."""
         last = self.sessions.pop(session, None)
         if last is not None and now - last < PAUSE_SECONDS:
             self._roster.refuse(session, "this observer asks too often")
             return
         self.sessions[session] = now
-        if message["type"] == "drain" and state is not State.STANDBY and not self._is_taking_over:
-            self._drains.ask(message["node"], begun=self._epochs.own)
+        if isinstance(message, to_coordinator.Drain) and state is not State.STANDBY and not self._is_taking_over:
+            self._drains.ask(message.node, begun=self._epochs.own)
         self._out.send([session], self.view(state, now))
         if len(self.sessions) > MAX_OBSERVERS:
             quietest = next(iter(self.sessions))
@@ -166,40 +167,40 @@ class Observing:
         """
         return self._epochs.formed.epoch > 0 and not self._epochs.own
 
-    def view(self, state: State, now: float) -> dict[str, Any]:
-        """Return the message ``view``, which describes the run. ``state``: state of the coordinator."""
+    def view(self, state: State, now: float) -> to_member.View:
+        """Return the message that describes the run. ``state``: state of the coordinator."""
         epochs, history, stall, workers = self._epochs, self.history, self._stall, self._roster.workers
         statuses = statuses_of(epochs.plan)
         gone_first = sorted(workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))
         shown = sorted(gone_first[:MAX_ROWS], key=lambda worker: worker.number)
-        message: dict[str, Any] = {
-            "type": "view",
-            "state": state.value,
-            "term": self._leadership.term,
-            "epoch": epochs.formed.epoch,
-            "opened": self._rendezvous.opened.epoch,
-            "committed": epochs.committed,
-            "launched": self._roster.world,
-            "world": len(workers),
-            "live": sum(worker.fate is Fate.LIVE for worker in workers.values()),
-            "replicas": to_runs(replica for replica in history.replicas if replica >= 0)[:MAX_ROWS],
-            "replica_size": history.replica_size,
-            "workers": [self._row(worker, statuses.get(worker.number), now) for worker in shown],
-            "hidden": len(workers) - len(shown),
-            "faults": _dated(history.faults, now),
-            "recoveries": _dated(history.recoveries, now),
-        }
+        stalled = None
         if stall.reported and stall.since is not None:
             shown_late = sorted(stall.waited)[:LAST]
-            message["stall"] = {
+            stalled = {
                 "seconds": _ago(stall.since, now),
                 "left": None if (left := stall.ends_in(now)) is None else round(left, 3),
                 "workers": to_runs(stall.waited)[:MAX_ROWS],
                 "where": [_cut(f"{workers[n].name}: {stall.waited[n]}", _WHY) for n in shown_late],
             }
-        if history.committed_at is not None:
-            message["commit_age"] = _ago(history.committed_at, now)
-        return {**message, "drains": drains} if (drains := self._drains.rows()) else message
+        return to_member.View(
+            state=state.value,
+            term=self._leadership.term,
+            epoch=epochs.formed.epoch,
+            opened=self._rendezvous.opened.epoch,
+            committed=epochs.committed,
+            launched=self._roster.world,
+            world=len(workers),
+            live=sum(worker.fate is Fate.LIVE for worker in workers.values()),
+            replicas=to_runs(replica for replica in history.replicas if replica >= 0)[:MAX_ROWS],
+            replica_size=history.replica_size,
+            workers=[self._row(worker, statuses.get(worker.number), now) for worker in shown],
+            hidden=len(workers) - len(shown),
+            faults=_dated(history.faults, now),
+            recoveries=_dated(history.recoveries, now),
+            stall=stalled,
+            commit_age=None if history.committed_at is None else _ago(history.committed_at, now),
+            drains=self._drains.rows(),
+        )
 
     def _row(self, worker: Member, status: Mapping[str, Json] | None, now: float) -> dict[str, Json]:
         progress, epoch = worker.progress, self._epochs.formed.epoch
@@ -220,9 +221,9 @@ class Observing:
         if progress.microbatch is not None:
             row["microbatch"] = progress.microbatch
         if progress.place is not None:
-            row["place"] = list(progress.place)
+            row["place"] = progress.place
         if progress.loss is not None:
-            row["loss"] = list(progress.loss)
+            row["loss"] = progress.loss
         return {
             **row,
             "iteration": progress.iteration,
@@ -235,7 +236,7 @@ class Observing:
         }
 
 
-def _dated(entries: Iterable[tuple[float, dict[str, Json]]], now: float) -> list[Json]:
+def _dated(entries: Iterable[tuple[float, dict[str, Json]]], now: float) -> fields.Rows:
     return [{"ago": _ago(at, now), **entry} for at, entry in entries]
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from recover_megatron.membership.events import AskForLease, AskWitness, Outbox, Statement
+from recover_megatron.membership.messages import to_member
 from recover_megatron.membership.records import JOINED_FROM, Formed, WorkerId, Workers
 from recover_megatron.membership.roster import Fate, Roster
 
@@ -102,8 +103,8 @@ class Witness:
         if testimony.reason not in self._reasons and (new or not testimony.off) and testimony.reason:
             self._reasons.add(testimony.reason)
             self._out.log("testimony", off=sorted(new), reason=testimony.reason)
-            text = {"type": "tell", "text": f"witness: {testimony.reason}"[:2000]}
-            self._out.send(self._roster.node_agent_sessions, text)
+            text = f"witness: {testimony.reason}"[:2000]
+            self._out.send(self._roster.node_agent_sessions, to_member.Tell(text))
         return new
 
     def waits(self, now: float) -> bool:

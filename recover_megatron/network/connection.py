@@ -46,9 +46,13 @@ class WireError(Exception):
 def encode(message: Mapping[str, Any], limit: int) -> bytes:
     """Return the frame of ``message``. Raises ValueError if a number in it is infinite or NaN, or if the frame's body
     exceeds ``limit`` bytes."""
-    body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    return frame(json.dumps(message, separators=(",", ":"), allow_nan=False).encode(), limit, message.get("type"))
+
+
+def frame(body: bytes, limit: int, kind: object) -> bytes:
+    """Return the frame of a message's ``body``. Raises ValueError if the body exceeds ``limit`` bytes."""
     if len(body) > limit:
-        raise ValueError(f"message {message.get('type')!r} has {len(body)} bytes, more than the limit of {limit}")
+        raise ValueError(f"message {kind!r} has {len(body)} bytes, more than the limit of {limit}")
     return _HEADER.pack(len(body)) + body
 
 
@@ -80,7 +84,7 @@ class Decoder:
     ``limit``: greatest number of bytes in a frame's body; may be changed between two calls of ``next``.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int = 0) -> None:
         self.limit = limit
         self._buffer = bytearray()
 
@@ -134,13 +138,10 @@ def mac(secret: bytes, *parts: str) -> bytes:
     return hmac.digest(secret, "|".join(parts).encode(), "sha256")
 
 
-def proves(received: object, expected: str | bytes) -> bool:
-    """Return whether ``received``, a value of any type, equals the proof ``expected``; compares in constant time."""
-    if isinstance(received, str) and isinstance(expected, str):
-        return hmac.compare_digest(received.encode(errors="replace"), expected.encode())
-    if isinstance(received, bytes) and isinstance(expected, bytes):
-        return hmac.compare_digest(received, expected)
-    return False
+def proves[Proof: (str, bytes)](received: Proof, expected: Proof) -> bool:
+    """Return whether ``received`` equals the proof ``expected``; compares in constant time."""
+    sent, own = (each.encode(errors="replace") if isinstance(each, str) else each for each in (received, expected))
+    return hmac.compare_digest(sent, own)
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ class Connection:
     def _prove(self, challenge: Challenge) -> None:
         own, remote = nonce(), str(self.receive().get("nonce"))
         self.send({"nonce": own, "mac": challenge.of_client(remote, own)})
-        if not proves(self.receive().get("mac"), challenge.of_server(remote, own)):
+        if not proves(str(self.receive().get("mac")), challenge.of_server(remote, own)):
             raise Unreachable("the peer does not know the run's secret")
 
     def _more(self, limit: int = 1 << 20) -> None:

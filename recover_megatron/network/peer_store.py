@@ -229,9 +229,10 @@ class PeerStoreServer:
         own = connection.nonce()
         _write(writer, nonce=own)
         answer = await connection.read(reader, LONGEST_BEFORE_PROOF)
-        if answer is None or not connection.proves(answer["mac"], self._challenge.of_client(own, str(answer["nonce"]))):
+        mac, nonce = (str(answer[name]) for name in ("mac", "nonce")) if answer is not None else ("", "")
+        if not connection.proves(mac, self._challenge.of_client(own, nonce)):
             return False
-        _write(writer, mac=self._challenge.of_server(own, str(answer["nonce"])))
+        _write(writer, mac=self._challenge.of_server(own, nonce))
         return True
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

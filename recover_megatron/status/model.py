@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from recover_megatron.membership.messages.to_member import Stop, View
+
 Raw = Mapping[str, Any]
 """A JSON object."""
 SCHEMA = 2
@@ -305,38 +307,38 @@ def _exit(entry: Raw) -> str:
     return f"{name}, {entry['kernel']}" if entry.get("kernel") else name
 
 
-def read(answer: Raw, address: str) -> RunStatus:
-    """Return the status in a coordinator's message ``view`` or ``stop``.
+def read(answer: View | Stop, address: str) -> RunStatus:
+    """Return the status in a coordinator's message.
 
     Raises KeyError, TypeError or ValueError if another version of this package sent the message.
     """
-    answer = printable(answer)
-    if answer["type"] == "stop":
-        return RunStatus(address, "stopped", code=answer["code"], reason=answer["reason"], epoch=answer["epoch"])
-    rows = answer["workers"]
+    if isinstance(answer, Stop):
+        return RunStatus(address, "stopped", code=answer.code, reason=printable(answer.reason), epoch=answer.epoch)
+    rows, stall = printable(answer.workers), printable(answer.stall)
     live = {row["worker"]: _worker(row) for row in rows if row["fate"] == "live"}
-    grid = _grid([worker for worker in live.values() if worker.replica is not None], answer["replica_size"])
+    grid = _grid([worker for worker in live.values() if worker.replica is not None], answer.replica_size)
     placed = {worker.worker for replica in grid for worker in replica.workers}
     places = {row["worker"] for row in rows if "replica" in row.get("status", ())}
     idle = {row["worker"] for row in rows if row.get("idle")}
-    rendezvous = answer["state"] in ("gathering", "rendezvous")
+    rendezvous = answer.state in ("gathering", "rendezvous")
     members = {row["worker"] for row in rows if row.get("member")} or live.keys()
     return RunStatus(
         address=address,
-        **{name: answer[name] for name in ("state", "term", "epoch", "opened", "committed", "world", "live", "hidden")},
+        state=printable(answer.state),
+        **{name: getattr(answer, name) for name in ("term", "epoch", "opened", "committed", "world", "live", "hidden")},
         iteration=max((live[n].iteration for n in placed or live), default=0),
         loss=_loss([row["loss"] for row in rows if "loss" in row]),
-        commit_age=answer.get("commit_age"),
-        workers_of_launch=answer["launched"],
+        commit_age=answer.commit_age,
+        workers_of_launch=answer.launched,
         replicas_of_launch=_replicas_of_launch(answer),
         grid=grid,
         spares=[_spare(live[n]) for n in sorted((places | idle) & live.keys() - placed)],
         unplaced=[live[n] for n in sorted(live.keys() - placed - places - idle)],
         gone=[_gone(row) for row in rows if row["worker"] not in live],
-        faults=[Fault(**row) for row in answer["faults"]],
-        recoveries=[_recovery(row) for row in answer["recoveries"]],
-        stall=Stall(**{**answer["stall"], "workers": _workers(answer["stall"])}) if "stall" in answer else None,
-        drains=[_drain(row) for row in answer.get("drains", ())],
+        faults=[Fault(**row) for row in printable(answer.faults)],
+        recoveries=[_recovery(row) for row in printable(answer.recoveries)],
+        stall=Stall(**{**stall, "workers": _workers(stall)}) if stall is not None else None,
+        drains=[_drain(row) for row in printable(answer.drains)],
         awaited=[n for n in sorted(members & live.keys()) if rendezvous and not live[n].joined],
     )
 
@@ -376,20 +378,19 @@ def _place(worker: WorkerStatus) -> int:
     return worker.worker if worker.position is None else worker.position
 
 
-def _replicas_of_launch(answer: Raw) -> int | None:
+def _replicas_of_launch(answer: View) -> int | None:
     """Return the number of replicas at launch; None if the plans name no replicas.
 
     If the number of workers at launch is unknown, return the number of all replicas that plans have named, which is
     larger if the run has grown.
     """
-    size, runs = answer["replica_size"], answer["replicas"]
-    return (answer["launched"] // size or sum(last - first + 1 for first, last in runs)) if size else None
+    size, runs = answer.replica_size, answer.replicas
+    return (answer.launched // size or sum(last - first + 1 for first, last in runs)) if size else None
 
 
 def _spare(worker: WorkerStatus) -> WorkerStatus:
-    if worker.note or worker.replica is None:
-        return worker
-    return replace(worker, note=f"replica {worker.replica} is not complete")
+    broken = "" if worker.replica is None else f"replica {worker.replica} is not complete"
+    return replace(worker, note=worker.note or broken)
 
 
 def _worker(row: Raw) -> WorkerStatus:

@@ -83,7 +83,7 @@ class Watch:
         answer, name = self._observer.ask(drain), self._observer.name
         try:
             return read(answer, name)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise NoAnswer(f"{name} answers with a view that cannot be read ({error!r})") from error
 
 

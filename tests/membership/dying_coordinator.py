@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from recover_megatron.membership import __main__ as program
 from recover_megatron.membership.io.server import CoordinatorServer
+from recover_megatron.membership.messages.to_member import Commit, ToMember
 
 
 class Dying(CoordinatorServer):
-    def _send(self, sessions: tuple[int, ...], message: Mapping[str, Any]) -> None:
-        if message["type"] == "commit" and message["iteration"] == 5:
+    def _send(self, sessions: tuple[int, ...], message: ToMember) -> None:
+        if isinstance(message, Commit) and message.iteration == 5:
             super()._send(sessions[:1], message)
             os.kill(os.getpid(), signal.SIGKILL)
         super()._send(sessions, message)

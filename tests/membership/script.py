@@ -14,6 +14,7 @@ import pytest
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.events import State
+from recover_megatron.membership.messages.to_coordinator import ReportException
 from recover_megatron.membership.records import CoordinatorLost, Settings
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.node_agent import NodeAgentClient
@@ -185,7 +186,7 @@ class Script:
         said |= {"own": True} if "own" in said else {}
         said |= {"tried": list(map(int, said["tried"].split(",")))} if "tried" in said else {}
         member = self.it.worker(int(worker))
-        self.it._member_effects(f"w{worker}", member.report_exception({**said, "error": " ".join(words)}))
+        self.it._member_effects(f"w{worker}", member.report_exception(ReportException(error=" ".join(words), **said)))
         self.it.run_fairly(1.0)
         assert member.noted
         if member.stage is not Stage.OUT:
@@ -321,7 +322,7 @@ class Script:
 
     def why(self, worker: str, *words: str) -> None:
         """What observers are told of it."""
-        rows = {row["worker"]: row for row in self.it.coordinators[0].view(self.it.now)["workers"]}
+        rows = {row["worker"]: row for row in self.it.coordinators[0].view(self.it.now).workers}
         assert " ".join(words) in rows[int(worker)]["why"]
 
     def in_rendezvous(self) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
+
+from msgspec.structs import replace
 
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.drains import draining_of
@@ -45,25 +47,44 @@ from recover_megatron.membership.events import (
     Verdict,
 )
 from recover_megatron.membership.io.lease import is_due, may_take
-from recover_megatron.membership.records import JOINED_FROM, Settings, from_runs
+from recover_megatron.membership.messages import to_coordinator, to_member
+from recover_megatron.membership.messages.fields import Message, Presented
+from recover_megatron.membership.messages.to_coordinator import ToCoordinator
+from recover_megatron.membership.messages.to_member import ToMember
+from recover_megatron.membership.records import JOINED_FROM, Presentation, Settings, from_runs
 from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.sides.node_agent import NodeAgentClient
-from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
+from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode
+from recover_megatron.membership.wire import Stage as Wire
 
 SETTINGS = Settings(
     heartbeat_interval=1.0, heartbeat_timeout=5.0, hang_timeout=20.0, start_timeout=60.0, stall_timeout=40.0
 )
 
-EOF = {"type": "eof"}
 OBSERVER = 10**9
 """Session of whoever looks at the run."""
 
 
-def over_the_wire(message: dict[str, Any], schemas: Any) -> dict[str, Any]:
-    """What arrives is what the real encoder and the real schema check let through."""
-    return parse(encode(message)[4:], schemas)
+class Network(Enum):
+    """What a connection carries besides messages."""
+
+    DIAL = "the member connects"
+    ACCEPTED = "its host has accepted the connection"
+    CONNECTED = "both sides have proved that they know the secret"
+    EOF = "the other side has closed it"
+
+
+def over_the_wire[T](message: Message, stage: Wire[T]) -> T:
+    """What arrives is what the real encoder and the real checks let through."""
+    return stage.parse(encode(message)[4:])
+
+
+def attach(worker: int, incarnation: int, host: str = "h", **more: Any) -> to_coordinator.Attach:
+    """The first message of a worker that knows nothing."""
+    fields = {"pid": 1000 + worker, "presentation": Presented.of(Presentation()), "done": 0, **more}
+    return to_coordinator.Attach(worker, f"{incarnation:032x}", host, **fields)
 
 
 @dataclass
@@ -71,8 +92,8 @@ class Connection:
     number: int
     owner: str
     candidate: int
-    up: deque[dict[str, Any]] = field(default_factory=deque)
-    down: deque[dict[str, Any]] = field(default_factory=deque)
+    up: deque[ToCoordinator | Network] = field(default_factory=deque)
+    down: deque[ToMember | Network] = field(default_factory=deque)
     member_uses: bool = True
     coordinator_uses: bool = False
     sent_at: float = 0.0
@@ -80,11 +101,11 @@ class Connection:
     arrived: int = 0
     """Of the first of ``down``: they lie at the member's host, where no broken link keeps them from it."""
 
-    def send(self, message: Mapping[str, Any], now: float) -> None:
+    def send(self, message: ToMember, now: float) -> None:
         """The coordinator's side sends; what it sent at earlier times has been acknowledged, at once."""
         if now > self.sent_at:
             self.acknowledged_at, self.sent_at = self.sent_at, now
-        self.down.append(dict(message))
+        self.down.append(message)
 
     def unacknowledged(self, now: float) -> float:
         """What the coordinator's kernel tells of it while the link is well: what is sent ``now`` is under way."""
@@ -170,9 +191,7 @@ class World:
     def _add_worker(self, number: int, node: int, **more: Any) -> None:
         self.node_of[number] = node
         host = f"node{node}"
-        hello = {"worker": number, "incarnation": f"{number:032x}", "host": host, "pid": 1000 + number, **more}
-        if self.has_node_agents:
-            hello["node_agent"] = host
+        hello = attach(number, number, host, node_agent=host if self.has_node_agents else "", **more)
         candidates = self._candidates + self._knows_added(f"w{number}")
         self.members[f"w{number}"] = Member(hello, candidates, self._settings, self.now)
         self.current[f"w{number}"] = None
@@ -277,7 +296,7 @@ class World:
     def _end_of_file(self, name: str) -> None:
         for c in self.connections.values():
             if c.owner == name:
-                c.up.append(EOF)
+                c.up.append(Network.EOF)
 
     def report_death(self, number: int, how: str = "killed") -> None:
         """The launcher notices."""
@@ -344,7 +363,7 @@ class World:
     def drain(self, candidate: int, node: int) -> None:
         """Somebody asks for a node to be drained, or after one that is."""
         if candidate in self.coordinators and f"c{candidate}" not in self.frozen:
-            message = {"type": "drain", "node": f"node{node}"}
+            message = to_coordinator.Drain(f"node{node}")
             self._to_coordinator(candidate, Received(OBSERVER, over_the_wire(message, TO_COORDINATOR)))
             self._to_coordinator(candidate, Closed(OBSERVER, True, "it has seen enough"))
             self.settle(candidate)
@@ -353,7 +372,7 @@ class World:
         """The network ends a connection: both sides find out, and it is nobody's death."""
         connection.coordinator_uses = False
         connection.up.clear()
-        connection.down.append(EOF)
+        connection.down.append(Network.EOF)
         self._to_coordinator(connection.candidate, Closed(connection.number, False, "its connection timed out"))
         self.settle(connection.candidate)
 
@@ -364,7 +383,7 @@ class World:
             if c.candidate == candidate:
                 if lose:
                     c.down.clear()
-                c.down.append(EOF)
+                c.down.append(Network.EOF)
                 c.up.clear()
 
     def start_coordinator(self, candidate: int) -> None:
@@ -403,29 +422,29 @@ class World:
             c.arrived = max(0, c.arrived - 1)
             if not c.member_uses:
                 return
-            if message is EOF:
+            if message is Network.EOF:
                 c.member_uses = False
                 self.current[c.owner] = None
                 self._to_member(c.owner, Lost("connection closed"))
-            elif message["type"] == "accepted":
+            elif message is Network.ACCEPTED:
                 self._to_member(c.owner, Accepted())
-            elif message["type"] == "connected":
+            elif message is Network.CONNECTED:
                 self._to_member(c.owner, Connected())
             else:
                 message = over_the_wire(message, TO_MEMBER)
-                if message["type"] == "candidates":  # as the client does
+                if isinstance(message, to_member.Candidates):  # as the client does
                     first = self.first_lists.get(c.owner, ())
-                    message["added"] = [address for address in message["added"] if tuple(address) not in first]
+                    message = replace(message, added=[address for address in message.added if address not in first])
                 self._to_member(c.owner, Heard(message))
             return
         message = c.up.popleft()
-        if message is EOF:
+        if message is Network.EOF:
             if c.coordinator_uses:
                 c.coordinator_uses = False
                 self._to_coordinator(c.candidate, Closed(number, True, "connection closed"))
-        elif message["type"] == "dial":
+        elif message is Network.DIAL:
             c.coordinator_uses = True
-            c.down.append({"type": "connected"})
+            c.down.append(Network.CONNECTED)
         elif c.coordinator_uses:
             self._to_coordinator(c.candidate, Received(number, over_the_wire(message, TO_COORDINATOR)))
         if settle:
@@ -556,42 +575,42 @@ class World:
                     candidate = self.candidate_of(name, place)
                     if current is not None:  # an attempt that got nowhere: nobody is attached by it
                         current.member_uses = False
-                        current.up.append(EOF)
+                        current.up.append(Network.EOF)
                     c = Connection(next(self._numbers), name, candidate)
                     self.connections[c.number] = c
                     self.current[name] = c
                     if candidate in self.coordinators:
-                        c.up.append({"type": "dial"})
-                        c.down.append({"type": "accepted"})
+                        c.up.append(Network.DIAL)
+                        c.down.append(Network.ACCEPTED)
                     else:
-                        c.down.append(EOF)
+                        c.down.append(Network.EOF)
                 case Say(message):
                     if current is not None:
-                        current.up.append(dict(message))
+                        current.up.append(message)
                 case Abandon(reason):
                     if current is not None:
-                        current.up.append({"type": "abandon", "reason": reason})
+                        current.up.append(to_coordinator.Abandon(reason))
                         current.member_uses = False
                         for message in list(current.down)[: current.arrived]:
-                            if message["type"] not in ("eof", "accepted", "connected"):
+                            if not isinstance(message, Network):
                                 self.members[name].late_message(over_the_wire(message, TO_MEMBER))
                     self.current[name] = None
                 case Hangup():
                     if current is not None:
                         current.member_uses = False
                     self.current[name] = None
-                case Notify("kill", detail):
-                    if f"w{detail['worker']}" not in self.dead:
-                        self.kill_worker(detail["worker"])
-                case Notify("revoke", detail):
-                    self._revoked(name, detail["epoch"])
-                    self._member_effects(name, self.worker(int(name[1:])).heard(detail["epoch"], detail["term"]))
-                case Notify("commit" | "plan"):
-                    member = self.members[name]
-                    if isinstance(member, Member):
+                case Notify(to_member.Kill(worker)):
+                    if f"w{worker}" not in self.dead:
+                        self.kill_worker(worker)
+                case Notify(to_member.Revoke(epoch, term)):
+                    if isinstance(member := self.members[name], Member):
+                        self._revoked(name, epoch)
+                        self._member_effects(name, member.heard(epoch, term))
+                case Notify(to_member.Commit() | to_member.Plan() as told):
+                    if isinstance(member := self.members[name], Member):
                         self._committed(member.committed, member.presentation.formed.epoch)
                         self._told(name, member)
-                        if effect.kind == "plan" and self.drains_nodes:
+                        if isinstance(told, to_member.Plan) and self.drains_nodes:
                             self._decide_drains(name, member)
 
     def _to_coordinator(self, candidate: int, event: Any) -> None:
@@ -601,8 +620,8 @@ class World:
         for effect in coordinator.handle(event, self.now):
             match effect:
                 case Send(sessions, message):
-                    if message["type"] == "all_heard":
-                        self._all_heard(coordinator, message["epoch"])
+                    if isinstance(message, to_member.AllHeard):
+                        self._all_heard(coordinator, message.epoch)
                     for session in sessions:
                         if session == OBSERVER:
                             self._shown(message)
@@ -610,7 +629,7 @@ class World:
                             self.connections[session].send(message, self.now)
                 case Close(session) if session != OBSERVER:  # whom a coordinator tells of the end, and closes
                     self.connections[session].coordinator_uses = False
-                    self.connections[session].down.append(EOF)
+                    self.connections[session].down.append(Network.EOF)
                 case Probe(session):
                     c = self.connections[session]
                     lost = self.is_blocked(c) or (c.owner in self.dead and c.owner.startswith("node"))
@@ -642,9 +661,9 @@ class World:
                     assert coordinator.state is State.STOPPED
                     self.kill_coordinator(candidate)  # its process ends
 
-    def _shown(self, view: Mapping[str, Any]) -> None:
+    def _shown(self, view: ToMember) -> None:
         """Of a node that may be switched off no worker is in the newest epoch, or may come into a later one."""
-        for row in view.get("drains", ()):
+        for row in view.drains if isinstance(view, to_member.View) else ():
             if row["state"] == "drained":
                 self.drained.add(row["node"])
                 self._without_drained(self.order[-1])

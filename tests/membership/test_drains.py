@@ -11,6 +11,8 @@ from simulation import World, over_the_wire
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.drains import MOST, draining_of
 from recover_megatron.membership.events import Closed, Received, Send, Settle, State
+from recover_megatron.membership.messages import to_member
+from recover_megatron.membership.messages.to_coordinator import Drain, DrainAnswer, ToCoordinator
 from recover_megatron.membership.records import from_runs
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER
 
@@ -20,7 +22,7 @@ OBSERVER = 10**6
 class Drains(Script):
     """What is said of nodes that are to be switched off, by an observer and for the members of the first worker."""
 
-    def _hear(self, message: dict[str, Any], session: int) -> list[Send]:
+    def _hear(self, message: ToCoordinator, session: int) -> list[Send]:
         """What the coordinator sends for a message."""
         coordinator = self.it.coordinators[0]
         effects = coordinator.handle(Received(session, over_the_wire(message, TO_COORDINATOR)), self.it.now)
@@ -29,15 +31,15 @@ class Drains(Script):
         for effect in sent:
             for to in effect.sessions:
                 if to in self.it.connections:
-                    self.it.connections[to].down.append(over_the_wire(dict(effect.message), TO_MEMBER))
+                    self.it.connections[to].down.append(over_the_wire(effect.message, TO_MEMBER))
         return sent
 
     def ask(self, node: str, *answer: str) -> None:
         """An observer asks for it, by a name of the node's (``_`` for a blank), and is told of these states."""
         self.it.now += 1.0  # an observer that asks too often is refused
-        sent = self._hear({"type": "drain", "node": node.replace("_", " ")}, OBSERVER)
+        sent = self._hear(Drain(node.replace("_", " ")), OBSERVER)
         (view,) = [effect.message for effect in sent if OBSERVER in effect.sessions]
-        told = over_the_wire(view, TO_MEMBER)["drains"]
+        told = over_the_wire(view, TO_MEMBER).drains
         assert [f"{row['node'].replace(' ', '_')}:{row['state']}" for row in told] == list(answer)
 
     def answer(self, node: str, *reason: str) -> None:
@@ -47,14 +49,14 @@ class Drains(Script):
     def answer_for(self, epoch: str, node: str, *reason: str) -> None:
         session = self.it.coordinators[0].roster.workers[0].session
         assert session is not None
-        message = {"type": "drain_answer", "epoch": int(epoch), "node": node, "reason": " ".join(reason)}
-        self._told = [send for send in self._hear(message, session) if send.message["type"] == "drain"]
+        message = DrainAnswer(int(epoch), node, " ".join(reason))
+        self._told = [send for send in self._hear(message, session) if isinstance(send.message, to_member.Drain)]
 
     def launcher_told(self, *told: str) -> None:
         """By the last answer: ``NODE`` that it is drained, ``stays:NODE`` that it is not."""
         agents = {agent.session: name for name, agent in self.it.coordinators[0].roster.node_agents.items()}
-        assert [f"{'stays:' * ('stays' in send.message)}{agents[send.sessions[0]]}" for send in self._told] == [*told]
-        assert all(len(send.sessions) == 1 and send.message.keys() <= {"type", "stays"} for send in self._told)
+        assert [f"{'stays:' * send.message.stays}{agents[send.sessions[0]]}" for send in self._told] == [*told]
+        assert all(len(send.sessions) == 1 for send in self._told)
 
     def leave(self, *workers: str) -> None:
         """They have no part, say so, and leave."""
@@ -80,7 +82,7 @@ class Drains(Script):
         self.it.coordinators[0].epochs.plan = {**plan, "statuses": {"0": {"draining": list(draining)}}}
 
     def _rows(self) -> list[dict[str, Any]]:
-        return self.it.coordinators[0].view(self.it.now).get("drains", [])
+        return self.it.coordinators[0].view(self.it.now).drains
 
     def rows(self, *rows: str) -> None:
         assert [f"{row['node']}:{row['state']}" for row in self._rows()] == list(rows)
@@ -166,9 +168,9 @@ def test_a_refusal_by_the_name_of_a_host_is_forgotten_when_it_is_asked_again() -
 def test_before_the_training_begins_it_is_refused_and_a_standby_forgets_it() -> None:
     world = World(2)
     coordinator = world.coordinators[0]
-    view = coordinator.handle(Received(OBSERVER, {"type": "drain", "node": "node1"}), 0.0)
-    assert [e.message["state"] for e in view if isinstance(e, Send)] == ["standby"]
-    assert "drains" not in coordinator.view(0.0)
+    view = coordinator.handle(Received(OBSERVER, Drain("node1")), 0.0)
+    assert [e.message.state for e in view if isinstance(e, Send)] == ["standby"]
+    assert not coordinator.view(0.0).drains
 
 
 def test_the_next_coordinator_knows_it_from_what_the_members_tell() -> None:
@@ -201,11 +203,11 @@ def test_a_coordinator_that_has_just_taken_over_refuses_nothing(when: State) -> 
         if coordinator.state is not when:
             world.run_fairly(0.25, step=0.25)
     assert coordinator.state is when
-    coordinator.handle(Received(OBSERVER, over_the_wire({"type": "drain", "node": "node1"}, TO_COORDINATOR)), world.now)
+    coordinator.handle(Received(OBSERVER, over_the_wire(Drain("node1"), TO_COORDINATOR)), world.now)
     coordinator.handle(Closed(OBSERVER, True, "it has seen enough"), world.now)
-    assert "drains" not in coordinator.view(world.now)
+    assert not coordinator.view(world.now).drains
     world.frozen.clear()
     world.busy.clear()
     world.run_fairly(4.0)
     assert coordinator.state is State.STEADY
-    assert [(row["node"], row["state"]) for row in coordinator.view(world.now)["drains"]] == [("node1", "moving")]
+    assert [(row["node"], row["state"]) for row in coordinator.view(world.now).drains] == [("node1", "moving")]

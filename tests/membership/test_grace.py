@@ -241,7 +241,7 @@ def test_a_node_with_a_replica_aside_is_not_drained_before_that_is_back_and_has_
     played.run("4")
 
     def row() -> tuple[str, list[list[int]]]:
-        (row,) = world.coordinators[0].view(world.now)["drains"]
+        (row,) = world.coordinators[0].view(world.now).drains
         return row["state"], row["workers"]
 
     played.fates("live", "live", "aside", "left")

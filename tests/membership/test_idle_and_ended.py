@@ -10,16 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from script import play, table
-from simulation import SETTINGS, World
+from simulation import SETTINGS, World, attach
 
 from recover_megatron.membership.ending import ExceptionReport, ExceptionReports, alike, true_cause
 from recover_megatron.membership.events import Heard, Lost, Notify, Outbox, Say, Tick
 from recover_megatron.membership.leadership import can_tell
+from recover_megatron.membership.messages import to_coordinator
+from recover_megatron.membership.messages.to_coordinator import MAX_TRACEBACK
+from recover_megatron.membership.messages.to_member import Beat, Fenced, Lead, Revoke, Stop
 from recover_megatron.membership.records import WorkerId, cut_middle
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.sides.node_agent import NodeAgentClient
-from recover_megatron.membership.wire import MAX_TRACEBACK
 
 
 def started(workers: int, *spares: int) -> World:
@@ -150,11 +152,11 @@ def test_a_signal_before_all_workers_have_come_ends_the_run(script: str) -> None
 
 
 def test_idleness_is_told_once_and_not_before_the_first_plan() -> None:
-    member = Member({"worker": 0}, 1, SETTINGS, 0.0)
+    member = Member(attach(0, 0), 1, SETTINGS, 0.0)
     assert member.idle() == []
     world = started(2)
     (said,) = world.worker(0).idle()
-    assert said == Say({"type": "idle", "epoch": 1})
+    assert said == Say(to_coordinator.Idle(1))
     assert world.worker(0).idle() == []
 
 
@@ -166,7 +168,7 @@ def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified(
 
     def watch(name: str, effects: list[Any]) -> None:
         for effect in effects:
-            if name == "w0" and isinstance(effect, Notify) and effect.kind == "revoke":
+            if name == "w0" and isinstance(effect, Notify) and isinstance(effect.message, Revoke):
                 seen.append(world.worker(0).presentation.dead)
         original(name, effects)
 
@@ -178,13 +180,13 @@ def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified(
 @pytest.mark.parametrize(
     "end",
     [
-        {"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 1},
-        {"type": "fenced", "reason": "it was silent"},
+        Stop("all workers have left", 0, 1),
+        Fenced("it was silent"),
         None,
     ],
     ids=["the run has ended", "it was put out", "no coordinator is found"],
 )
-def test_a_member_that_is_out_asks_to_be_woken_no_more(end: dict[str, Any] | None) -> None:
+def test_a_member_that_is_out_asks_to_be_woken_no_more(end: Stop | Fenced | None) -> None:
     """Its thread may have something to send yet, and would run all the time until that is sent."""
     world = started(2)
     member = world.worker(0)
@@ -200,21 +202,21 @@ def test_a_member_that_is_out_asks_to_be_woken_no_more(end: dict[str, Any] | Non
 
 
 def test_a_member_that_has_slept_for_longer_than_it_may_be_silent_is_not_in_touch() -> None:
-    assert not Member({"worker": 0}, 1, SETTINGS, 0.0).in_touch(0.0)
+    assert not Member(attach(0, 0), 1, SETTINGS, 0.0).in_touch(0.0)
     world = started(2)
     member = world.worker(0)
     assert member.in_touch(world.now)
     member.handle(Tick(), world.now + SETTINGS.heartbeat_interval)
     awake = world.now + SETTINGS.heartbeat_timeout + 2 * SETTINGS.heartbeat_interval
     assert not member.in_touch(awake)
-    beats = [Heard({"type": "beat"})] * len(member._asked)
+    beats = [Heard(Beat())] * len(member._asked)
     for beat in beats:
         member.handle(beat, awake)
     assert not member.in_touch(awake), "the answers lay there while it slept"
     member.handle(Tick(), awake)
     member.handle(beats[0], awake + 1)
     assert member.in_touch(awake + 1)
-    member.handle(Heard({"type": "lead", "term": member.presentation.term + 1}), awake + 1)
+    member.handle(Heard(Lead(member.presentation.term + 1)), awake + 1)
     assert not member.in_touch(awake + 1), "another one may have put it out of its epoch"
     assert member.in_touch(awake + 1, in_epoch=False)
 
@@ -287,8 +289,7 @@ def test_exceptions(script: str) -> None:
 def test_a_worker_that_an_exception_ends_was_last_seen_where_it_was_raised() -> None:
     """In a recovery's line and in recover-status."""
     worker = started(3).coordinators[0].roster.workers[WorkerId(2)]
-    said = {"iteration": 7, "phase": "data", "group": 0, "error": "NaN", "traceback": ""}
-    ExceptionReports(Outbox()).add(worker, said)
+    ExceptionReports(Outbox()).add(worker, to_coordinator.ReportException(7, "NaN", "", 0, phase="data"))
     assert (worker.progress.iteration, worker.progress.phase) == (7, "data")
 
 

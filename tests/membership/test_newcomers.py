@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, cluster
 from script import Script, play, table
-from simulation import SETTINGS
+from simulation import SETTINGS, attach
 
 from recover_megatron.membership.events import Received, Send
-from recover_megatron.membership.records import Fenced, Presentation, presentation_to_wire
+from recover_megatron.membership.records import Fenced
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.member import Member
 
@@ -90,8 +90,7 @@ def test_an_id_never_comes_back() -> None:
     world.run_fairly(2.0)
     assert world.newest == {0, 1, 2, 4}
     for number, name in ((0, "n0"), (3, "n3"), (4, "n4")):
-        hello = {"worker": number, "incarnation": f"{number + 99:032x}", "host": "x", "pid": 1, "newcomer": True}
-        world.members[name] = Member(hello, 3, SETTINGS, world.now)
+        world.members[name] = Member(attach(number, number + 99, newcomer=True), 3, SETTINGS, world.now)
         world.current[name] = None
         world._member_effects(name, world.members[name].join({}, ""))  # type: ignore[attr-defined]
     epochs = list(world.order)
@@ -204,9 +203,8 @@ def test_who_is_turned_away_is_told_of_no_candidates() -> None:
     world.kill_worker(2)
     world.run_fairly(2.0)
     coordinator = world.coordinators[0]
-    hello = {"type": "attach", "worker": 2, "incarnation": f"{7:032x}", "host": "h", "pid": 1, "done": 0}
-    sent = coordinator.handle(Received(999, {**hello, **presentation_to_wire(Presentation())}), world.now)
-    assert [effect.message["type"] for effect in sent if isinstance(effect, Send)] == ["fenced"]
+    sent = coordinator.handle(Received(999, attach(2, 7)), world.now)
+    assert [effect.message.kind for effect in sent if isinstance(effect, Send)] == ["fenced"]
 
 
 def test_members_whose_lists_differ_meet_all_the_same() -> None:

@@ -16,6 +16,7 @@ import pytest
 from cluster import cluster
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation import attach
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
 from recover_megatron.membership.coordinator import Coordinator
@@ -23,7 +24,17 @@ from recover_megatron.membership.detect import Judgement, WorkerProgress, apart,
 from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
 from recover_megatron.membership.io.lease import Lease
 from recover_megatron.membership.leadership import Permission, may_go_on, permission
-from recover_megatron.membership.records import Formed, Presentation, Settings, presentation_to_wire
+from recover_megatron.membership.messages import to_member
+from recover_megatron.membership.messages.fields import Message, Presented
+from recover_megatron.membership.messages.to_coordinator import (
+    AttachNodeAgent,
+    Complain,
+    Ended,
+    Heard,
+    Join,
+    ToCoordinator,
+)
+from recover_megatron.membership.records import Formed, Presentation, Settings
 from recover_megatron.membership.wire import Secret, read_secret_file
 from recover_megatron.network.connection import nonce
 from tests.harness.waiting import DEADLINE
@@ -277,33 +288,31 @@ class ByHand:
         self._common = {"term": 1 << 32, "members": members, "committed": 0}
         self.sock, _ = listener.accept()
         self.sock.settimeout(DEADLINE)
-        self.decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
+        self.decoder = wire.Decoder()
         challenge = nonce()
-        self.say({"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": challenge})
-        auth = self.hear("auth")
-        self.decoder.limit, self.decoder.schemas = wire.MAX_TO_COORDINATOR, wire.TO_COORDINATOR
-        self.say({"type": "proof", "mac": secret.mac("coordinator", challenge, auth["nonce"])})
+        self.say(wire.Challenge(wire.PROTOCOL_VERSION, challenge))
+        auth = self.hear(wire.Auth, wire.AUTH)
+        self.say(wire.Proof(secret.mac("coordinator", challenge, auth.nonce)))
 
-    def say(self, *messages: dict[str, Any]) -> None:
+    def say(self, *messages: Message) -> None:
         """All at once."""
         self.sock.sendall(b"".join(wire.encode(message) for message in messages))
 
-    def hear(self, kind: str) -> dict[str, Any]:
+    def hear[M: Message](self, kind: type[M], stage: wire.Stage[Any] = wire.TO_COORDINATOR) -> M:
         while True:
-            while (message := self.decoder.message()) is None:
+            while (message := self.decoder.message(stage)) is None:
                 self.decoder.feed(self.sock.recv(1 << 16))
-            if message["type"] == kind:
+            if isinstance(message, kind):
                 return message
 
-    def revoke(self, epoch: int, dead: Sequence[list[int]] = (), **more: Any) -> dict[str, Any]:
-        told = {"type": "revoke", "epoch": epoch, "dead": list(dead), "left": [], "reason": "a test"}
-        return {**self._common, **told, **more}
+    def revoke(self, epoch: int, dead: Sequence[list[int]] = (), **more: Any) -> to_member.Revoke:
+        return to_member.Revoke(epoch, dead=list(dead), left=[], reason="a test", **{**self._common, **more})
 
-    def plan(self, epoch: int) -> dict[str, Any]:
-        return {"type": "plan", "epoch": epoch, **self._common}
+    def plan(self, epoch: int) -> to_member.Plan:
+        return to_member.Plan(epoch, **self._common)
 
     def stop(self, epoch: int) -> ByHand:
-        self.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": epoch})
+        self.say(to_member.Stop("the test is over", 0, epoch))
         return self
 
 
@@ -332,23 +341,16 @@ def test_a_candidate_that_does_not_lead_takes_no_worker_that_ended_in_order_for_
 ) -> None:
     """The launcher has turned to it when the workers of a run that is led elsewhere end; then the leader is lost."""
     candidate = Coordinator(3, Settings(), salt=7)
-    agent = {"node": "n", "incarnation": "0" * 32, "running": [[0, 2]], **presentation_to_wire(Presentation())}
+    agent = AttachNodeAgent("n", "0" * 32, Presented.of(Presentation()), running=[[0, 2]])
 
-    def faults(session: int, *messages: dict[str, Any]) -> list[int]:
+    def faults(session: int, *messages: ToCoordinator) -> list[int]:
         effects = [e for message in messages for e in candidate.handle(Received(session, message), 1.0)]
         effects += candidate.handle(Settle(), 1.0)
         return [e.record["worker"] for e in effects if isinstance(e, Log) and e.record["event"] == "fault"]
 
-    ended = {"type": "ended", "worker": 2, "how": "exit code 0"}
-    assert faults(1, {"type": "attach_node_agent", **agent}, ended) == []
+    assert faults(1, agent, Ended(2, "exit code 0")) == []
     knows = Presentation(term=5, formed=Formed(1, frozenset(range(3)), 5), left=frozenset(left))
-    workers = [
-        {
-            "type": "attach", "worker": n, "incarnation": f"{n:032}", "host": "h", "pid": n + 1, "node_agent": "n",
-            "done": 3, **presentation_to_wire(knows),
-        }
-        for n in range(2)
-    ]  # fmt: skip
+    workers = [attach(n, n, node_agent="n", done=3, presentation=Presented.of(knows)) for n in range(2)]
     assert faults(2, workers[0]) == []
     assert faults(3, workers[1]) == told
     assert candidate.state is State.RENDEZVOUS
@@ -359,7 +361,7 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
     with by_hand([[0, 0]]) as (session, coordinator):
         coordinator.say(coordinator.revoke(1))
         joiner, plans = beside(lambda: session.join({}))
-        coordinator.hear("join")
+        coordinator.hear(Join)
         coordinator.say(coordinator.plan(1), coordinator.revoke(2))
         joiner.join(DEADLINE)
         assert [plan.epoch for plan in plans] == [1]
@@ -397,19 +399,19 @@ def test_a_worker_says_that_it_has_heard_when_its_callbacks_have_returned_and_is
     with by_hand([[0, 1]], on_revoke=stops) as (session, coordinator):
         joiner, _ = beside(lambda: session.join({}))
         coordinator.say(coordinator.revoke(1))
-        assert coordinator.hear("heard") == {"type": "heard", "epoch": 1, "term": 1 << 32}
+        assert coordinator.hear(Heard) == Heard(1, 1 << 32)
         coordinator.say(coordinator.plan(1))
         joiner.join(DEADLINE)
         heard, _ = beside(lambda: session.wait_all_heard(1))
-        assert coordinator.hear("complain")["epoch"] == 1
+        assert coordinator.hear(Complain).epoch == 1
         coordinator.say(coordinator.revoke(2))
         stopped.set()
-        assert coordinator.hear("heard") == {"type": "heard", "epoch": 2, "term": 1 << 32}
+        assert coordinator.hear(Heard) == Heard(2, 1 << 32)
         assert said == [True]
-        coordinator.say({"type": "all_heard", "epoch": 1, "term": 1 << 32})  # of an epoch before
+        coordinator.say(to_member.AllHeard(1, 1 << 32))  # of an epoch before
         heard.join(0.05)
         assert heard.is_alive()
-        coordinator.say({"type": "all_heard", "epoch": 2, "term": 1 << 32})
+        coordinator.say(to_member.AllHeard(2, 1 << 32))
         heard.join(DEADLINE)
         assert not heard.is_alive()
         session.wait_all_heard(1)
@@ -422,7 +424,7 @@ def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_
     with by_hand([[0, 2]]) as (session, coordinator):
         joiner, _ = beside(lambda: session.join({}))
         coordinator.say(coordinator.revoke(1))
-        coordinator.hear("join")
+        coordinator.hear(Join)
         coordinator.say(coordinator.plan(1))
         joiner.join(DEADLINE)
         coordinator.say(coordinator.revoke(2))

@@ -18,6 +18,7 @@ from simulation import SETTINGS, World
 from recover_megatron.membership import wire
 from recover_megatron.membership.events import Abandon
 from recover_megatron.membership.io.client import Client
+from recover_megatron.membership.messages.to_member import Beat, Revoke
 from recover_megatron.membership.records import Opened
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.node_agent import NodeAgentClient
@@ -139,16 +140,16 @@ def test_a_launcher_that_is_stopped_and_turns_away_presents_what_lay_unread() ->
 
 
 def test_what_lies_in_the_connection_that_a_launcher_gives_up_is_read_before_it_turns_to_another() -> None:
-    revoke = {"type": "revoke", "epoch": 4, "term": 9, "members": [[0, 2]], "dead": [], "left": [], "committed": 7}
+    revoke = Revoke(4, 9, [[0, 2]], [], [], committed=7, reason="a worker hangs")
     core = NodeAgentClient("node0", "a" * 32, 2, SETTINGS, time.monotonic())
     client = Client(core, [("127.0.0.1", 1), ("127.0.0.1", 2)], Secret(b"s" * 32), lambda notice: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
         client._sock, client._state = ours, "open"
-        client._decoder = wire.Decoder(wire.MAX_TO_MEMBER, wire.TO_MEMBER)
+        client._decoder = wire.Decoder()
         client._selector.register(ours, selectors.EVENT_READ)
-        theirs.sendall(wire.encode({"type": "beat"}) + wire.encode({**revoke, "reason": "a worker hangs"}))
+        theirs.sendall(wire.encode(Beat()) + wire.encode(revoke))
         client._abandon("it was silent")
         assert core.presentation.opened == Opened(4, frozenset({0, 1, 2}), 9)
         assert b'"abandon"' in theirs.recv(1 << 16)

@@ -10,12 +10,14 @@ import pytest
 import simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from simulation import SETTINGS, PropertyViolated, World
 
 from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.epochs import Epochs, Rendezvous, RevokeConfirmations
 from recover_megatron.membership.events import State
+from recover_megatron.membership.messages.to_coordinator import Abandon
 from recover_megatron.membership.records import Evidence, Formed, Presentation
 from recover_megatron.membership.roster import Member, Roster
 from recover_megatron.membership.sides.follower import Stage
@@ -452,7 +454,9 @@ def tells_nothing(patch: pytest.MonkeyPatch) -> None:
     """A coordinator tells with the end of an epoch nothing of its commits."""
     revoke = Rendezvous.revoke_message
     patch.setattr(
-        Rendezvous, "revoke_message", lambda self, *told, **how: {**revoke(self, *told, **how), "committed": 0}
+        Rendezvous,
+        "revoke_message",
+        lambda self, *told, **how: structs.replace(revoke(self, *told, **how), committed=0),
     )
 
 
@@ -597,7 +601,7 @@ def test_a_death_that_is_told_early_and_twice_counts_once_in_every_state(state: 
         case "abandoning":
             connection = world.current["w2"]
             assert connection is not None
-            connection.up.append({"type": "abandon", "reason": "a test"})
+            connection.up.append(Abandon("a test"))
         case "newcomer":
             world.add_newcomer(2)
             number = 3

@@ -23,8 +23,10 @@ from recover_megatron.membership import wire
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import CoordinatorEffect, CoordinatorEvent, Tick
 from recover_megatron.membership.io.server import CoordinatorServer
+from recover_megatron.membership.messages.fields import Message
 from recover_megatron.membership.records import SecretError, Settings
 from recover_megatron.membership.wire import Secret, find_secret, read_secret_file
+from recover_megatron.network.connection import frame
 from recover_megatron.network.system import use_all_descriptors
 from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
@@ -34,15 +36,19 @@ def connect(run: Cluster) -> socket.socket:
     return socket.create_connection(run.addresses[0], timeout=DEADLINE)
 
 
-def receive(sock: socket.socket) -> dict[str, Any]:
+def receive[M: Message](sock: socket.socket, kind: type[M]) -> M:
     """A message of the handshake."""
-    decoder = wire.Decoder(wire.MAX_HANDSHAKE, {**wire.HANDSHAKE_TO_MEMBER, **wire.HANDSHAKE_TO_COORDINATOR})
-    while (message := decoder.message()) is None:
+    decoder, stage = wire.Decoder(), wire.Stage(kind, wire.MAX_HANDSHAKE)
+    while (message := decoder.message(stage)) is None:
         data = sock.recv(4096)
         if not data:
             raise EOFError
         decoder.feed(data)
     return message
+
+
+def framed(body: bytes) -> bytes:
+    return frame(body, wire.MAX_HANDSHAKE, "a test")
 
 
 def ends(sock: socket.socket) -> bool:
@@ -55,9 +61,9 @@ def ends(sock: socket.socket) -> bool:
 
 def prove(run: Cluster) -> socket.socket:
     sock = connect(run)
-    auth, owed = read_secret_file(run.secret_file).answer(receive(sock))
+    auth, owed = read_secret_file(run.secret_file).answer(receive(sock, wire.Challenge))
     sock.sendall(wire.encode(auth))
-    assert receive(sock)["mac"] == owed
+    assert receive(sock, wire.Proof).mac == owed
     return sock
 
 
@@ -75,21 +81,21 @@ def test_malformed_input_costs_only_the_connection_it_came_by(tmp_path: Path) ->
             os.urandom(4096),
             struct.pack(">I", 0xFFFFFFFF),
             struct.pack(">I", 5) + b"[[[[[",
-            wire.encode({"type": "attach"}),
+            framed(b'{"type":"attach"}'),
         ]
         for data in before:
             with connect(run) as sock:
                 sock.sendall(data)
                 assert ends(sock)
         with connect(run) as sock:  # a wrong secret
-            auth, _ = Secret(b"another secret, long enough").answer(receive(sock))
+            auth, _ = Secret(b"another secret, long enough").answer(receive(sock, wire.Challenge))
             sock.sendall(wire.encode(auth))
             assert ends(sock)
         with connect(run) as sock:  # a proof sent back as one's own
-            theirs = receive(sock)["nonce"]
-            sock.sendall(wire.encode({"type": "auth", "nonce": theirs, "mac": "0" * 64}))
+            theirs = receive(sock, wire.Challenge).nonce
+            sock.sendall(wire.encode(wire.Auth(theirs, "0" * 64)))
             assert ends(sock)
-        for data in (struct.pack(">I", wire.MAX_TO_COORDINATOR + 1), wire.encode({"type": "done", "epoch": "x"})):
+        for data in (struct.pack(">I", wire.MAX_TO_COORDINATOR + 1), framed(b'{"type":"done","epoch":"x"}')):
             with prove(run) as sock:
                 sock.sendall(data)
                 assert ends(sock)
@@ -149,10 +155,9 @@ def test_a_member_presents_nothing_to_a_coordinator_that_does_not_know_the_secre
         connection, _ = impostor.accept()
         with connection:
             connection.settimeout(DEADLINE)
-            connection.sendall(wire.encode({"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": "0" * 64}))
-            message = receive(connection)
-            assert message["type"] == "auth"
-            connection.sendall(wire.encode({"type": "proof", "mac": message["mac"]}))  # its own, sent back
+            connection.sendall(wire.encode(wire.Challenge(wire.PROTOCOL_VERSION, "0" * 64)))
+            message = receive(connection, wire.Auth)
+            connection.sendall(wire.encode(wire.Proof(message.mac)))  # its own, sent back
             assert connection.recv(4096) == b""
         impostor.close()
         assert worker.exit_code() != 0

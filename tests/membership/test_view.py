@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulation import SETTINGS, World, over_the_wire
+from msgspec.structs import replace
+from simulation import SETTINGS, World
 from test_protocol_properties import MOVES, Moves, play, world_of
 from test_wire import JSON
 
@@ -18,11 +19,13 @@ from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle, State
 from recover_megatron.membership.io.server import CoordinatorServer
 from recover_megatron.membership.io.session import Session
+from recover_megatron.membership.messages.to_coordinator import Done, GiveUp, Observe
+from recover_megatron.membership.messages.to_member import Stop, View
 from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of
-from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, Secret, encode, parse
+from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, Secret, encode
 
-OBSERVE = {"type": "observe"}
+OBSERVE = Observe()
 
 
 def asked(coordinator: Coordinator, session: int, now: float) -> list[Any]:
@@ -31,9 +34,9 @@ def asked(coordinator: Coordinator, session: int, now: float) -> list[Any]:
     return [effect for effect in effects if isinstance(effect, (Send, Close, Exit))]
 
 
-def picture(coordinator: Coordinator, now: float) -> dict[str, Any]:
+def picture(coordinator: Coordinator, now: float) -> View:
     """The view as it arrives."""
-    return over_the_wire(coordinator.view(now), TO_MEMBER)
+    return TO_MEMBER.parse(encode(coordinator.view(now))[4:])
 
 
 def steady() -> tuple[World, Coordinator]:
@@ -54,11 +57,11 @@ def test_the_view_of_any_state_is_a_message_and_looking_changes_nothing(
         for coordinator in world.coordinators.values():
             before = picture(coordinator, world.now)
             (answer,) = asked(coordinator, 10**6 + len(world.log), world.now)[:1]
-            assert answer.message["type"] == ("stop" if coordinator.state is State.STOPPED else "view")
+            assert answer.message.kind == ("stop" if coordinator.state is State.STOPPED else "view")
             assert picture(coordinator, world.now) == before
             coordinator.handle(Closed(10**6 + len(world.log), True, "it has seen enough"), world.now)
             assert picture(coordinator, world.now) == before
-            fates = {row["worker"]: row["fate"] for row in before["workers"]}
+            fates = {row["worker"]: row["fate"] for row in before.workers}
             evicted = dict.fromkeys(coordinator.history.evicted, "out")
             assert fates == {n: worker.fate.value for n, worker in coordinator.roster.workers.items()} | evicted
 
@@ -70,7 +73,7 @@ def test_any_plan_and_status_can_be_shown(plan: Any) -> None:
     coordinator.roster.workers[0].status = plan
     record = {"event": "plan", "epoch": 1, "members": [[0, 1]], "committed": 0, "seconds": {}}
     coordinator.history.note(record, plan, 1.0)
-    assert picture(coordinator, 2.0)["recoveries"][0]["ago"] == 1.0
+    assert picture(coordinator, 2.0).recoveries[0]["ago"] == 1.0
 
 
 def test_a_view_of_the_largest_run_with_the_longest_texts_fits_a_message() -> None:
@@ -88,9 +91,9 @@ def test_a_view_of_the_largest_run_with_the_longest_texts_fits_a_message() -> No
     message = coordinator.view(1.0)
     frame = encode(message)
     assert len(frame) < MAX_TO_MEMBER
-    assert parse(frame[4:], TO_MEMBER)["hidden"] == 1000
-    assert MAX_ROWS + 500 in {row["worker"] for row in message["workers"]}  # who is gone is shown first
-    assert len(message["faults"]) == LAST
+    assert TO_MEMBER.parse(frame[4:]).hidden == 1000
+    assert MAX_ROWS + 500 in {row["worker"] for row in message.workers}  # who is gone is shown first
+    assert len(message.faults) == LAST
 
 
 def test_an_evicted_worker_stays_evicted_when_its_launcher_has_killed_it() -> None:
@@ -98,22 +101,22 @@ def test_an_evicted_worker_stays_evicted_when_its_launcher_has_killed_it() -> No
     for kind, reason in (("out", "no progress for 7.1 s"), ("dead", "its process has ended (SIGKILL)")):
         coordinator.history.note({"event": "fault", "kind": kind, "worker": 1, "reason": reason}, None, 1.0)
     coordinator.roster.workers[1].fate = Fate.DEAD
-    (row,) = [row for row in picture(coordinator, 2.0)["workers"] if row["worker"] == 1]
+    (row,) = [row for row in picture(coordinator, 2.0).workers if row["worker"] == 1]
     assert (row["fate"], row["why"]) == ("out", "no progress for 7.1 s; its process has ended (SIGKILL)")
 
 
 def test_an_observer_is_answered_by_a_candidate_that_does_not_lead_too() -> None:
     coordinator = Coordinator(3, SETTINGS, salt=1)
     (answer,) = asked(coordinator, 1, 0.0)
-    assert answer.message["state"] == "standby"
+    assert answer.message.state == "standby"
     assert coordinator.handle(Settle(), 0.0) == []
 
 
 def test_who_asks_without_a_pause_is_refused_and_told_no_more() -> None:
     world, coordinator = steady()
-    assert asked(coordinator, 999, world.now)[0].message["type"] == "view"
+    assert asked(coordinator, 999, world.now)[0].message.kind == "view"
     refusal, closing = asked(coordinator, 999, world.now + 0.01)
-    assert refusal.message["type"] == "refused"
+    assert refusal.message.kind == "refused"
     assert closing == Close(999)
     assert coordinator.state is State.STEADY
 
@@ -121,10 +124,8 @@ def test_who_asks_without_a_pause_is_refused_and_told_no_more() -> None:
 def test_an_observer_cannot_become_a_member() -> None:
     world, coordinator = steady()
     before = copy.deepcopy(picture(coordinator, world.now))
-    attach = {"type": "attach", **world.worker(0)._attach_message()}
-    done, end = {"type": "done", "epoch": 1, "iteration": 99}, {"type": "give_up", "code": 1, "reason": ""}
-    for message in (attach, done, end):
-        assert asked(coordinator, 999, world.now)[0].message["type"] == "view"
+    for message in (world.worker(0)._attach_message(), Done(1, 99), GiveUp(1, "")):
+        assert asked(coordinator, 999, world.now)[0].message.kind == "view"
         assert Close(999) in coordinator.handle(Received(999, message), world.now)
     assert picture(coordinator, world.now) == before
 
@@ -135,7 +136,7 @@ def test_the_newest_observer_finds_room_and_the_quietest_goes() -> None:
         assert len(asked(coordinator, session, world.now)) == 1
     asked(coordinator, 1000, world.now + 1.0)  # is heard of again
     answer, closing = asked(coordinator, 2000, world.now + 1.0)
-    assert answer.message["type"] == "view"
+    assert answer.message.kind == "view"
     assert closing == Close(1001)
 
 
@@ -143,8 +144,8 @@ def test_observers_are_told_of_the_end_and_the_end_does_not_wait_for_them() -> N
     world, coordinator = steady()
     asked(coordinator, 999, world.now)
     session = coordinator.roster.workers[0].session
-    effects = coordinator.handle(Received(session, {"type": "give_up", "code": 42, "reason": "enough"}), world.now)
-    (stop,) = [effect for effect in effects if isinstance(effect, Send) and effect.message["type"] == "stop"]
+    effects = coordinator.handle(Received(session, GiveUp(42, "enough")), world.now)
+    (stop,) = [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Stop)]
     assert 999 in stop.sessions
     assert Exit(42, "enough") in effects
 
@@ -157,14 +158,14 @@ def test_views_do_not_pile_up_for_an_observer_that_does_not_read() -> None:
         while not server._connections:
             server._accept()
         (number, connection), *_ = server._connections.items()
-        large = {"type": "view", "workers": ["x" * 1000] * 1000}
+        large = replace(server.coordinator.view(0.0), workers=[{"host": "x" * 1000}] * 1000)
         while not connection.queued:  # the kernel takes a few
             server._send((number,), large)
         before = connection.queued
         assert before <= len(encode(large))
         server._send((number,), large)
         assert connection.queued == before
-        server._send((number,), {"type": "stop", "code": 0, "reason": "", "epoch": 1})
+        server._send((number,), Stop("", 0, 1))
         assert connection.queued > before  # how the run ended is told
         assert silent.fileno() >= 0
     server.close()
@@ -179,7 +180,7 @@ def test_the_loss_that_a_worker_tells_is_shown_until_it_tells_another(loss: floa
     for phase in ("forward", "all-reduce"):
         member.mark(8, phase, None, False, 0.0)
         world.run_fairly(2 * SETTINGS.heartbeat_interval)
-        assert [row.get("loss") for row in picture(coordinator, world.now)["workers"]] == [None, [7, shown], None]
+        assert [row.get("loss") for row in picture(coordinator, world.now).workers] == [None, [7, shown], None]
 
 
 def test_the_cause_told_first_stays_the_cause() -> None:

@@ -17,7 +17,7 @@ from recover_megatron.membership.events import Outbox, Send, Statement
 from recover_megatron.membership.records import JOINED_FROM
 from recover_megatron.membership.roster import NodeAgentStatus, Roster
 from recover_megatron.membership.sides.member import Member
-from recover_megatron.membership.wire import TO_MEMBER, encode, parse
+from recover_megatron.membership.wire import TO_MEMBER, encode
 from recover_megatron.membership.witness import Witness, alone
 
 NODES = frozenset({"a", "b", "c"})
@@ -124,9 +124,9 @@ def test_launchers_are_told_that_there_is_a_witness_and_workers_need_not_know() 
     roster.bind(roster.workers[0], 2, 0.0)
     AddedCandidates(roster, out, "/lease", 1, witnessed=True).lead()
     told = {session: effect.message for effect in out.take() if isinstance(effect, Send) for session in effect.sessions}
-    assert told[1]["witnessed"] is True
-    assert "witnessed" not in told[2]
-    assert parse(encode(told[1])[4:], TO_MEMBER) == told[1]
+    assert told[1].witnessed
+    assert not told[2].witnessed
+    assert TO_MEMBER.parse(encode(told[1])[4:]) == told[1]
 
 
 def cut_off(world: World, node: int) -> None:

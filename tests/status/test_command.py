@@ -19,6 +19,7 @@ from cluster import ROOT, Cluster, cluster
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.io.client import Observer
+from recover_megatron.membership.messages.to_coordinator import Observe
 from recover_megatron.membership.view import MAX_OBSERVERS
 from recover_megatron.membership.wire import read_secret_file
 from tests.harness.waiting import DEADLINE
@@ -109,7 +110,7 @@ def test_progress_and_microbatch_come_from_heartbeats(run: Cluster) -> None:
         run.workers[0].event("commit", start=run.workers[0].says())
         observer.close()
         observer = Observer(run.addresses[0], secret)
-        rows = observer.ask()["workers"]
+        rows = observer.ask().workers
         last = min(row["iteration"] for row in rows)
     observer.close()
     assert [(row["phase"], row["microbatch"]) for row in rows] == [("compute", 0), ("compute", 1)]
@@ -227,9 +228,9 @@ def test_observers_that_flood_or_hang_hurt_nobody(run: Cluster) -> None:
     secret = read_secret_file(run.secret_file)
     hanging = [Observer(run.addresses[0], secret) for _ in range(2 * MAX_OBSERVERS)]
     for observer in hanging:
-        observer._send({"type": "observe"})  # and never reads
+        observer._send(Observe())  # and never reads
     flooding = Observer(run.addresses[0], secret)
-    question = wire.encode({"type": "observe"})
+    question = wire.encode(Observe())
     flood_until_closed(flooding._sock, question * 100_000)
     half = Observer(run.addresses[0], secret)
     half._sock.sendall(question[:7])
@@ -248,5 +249,5 @@ def test_observers_do_not_keep_a_coordinator_alive(run: Cluster) -> None:
     observer = Observer(run.addresses[0], read_secret_file(run.secret_file))
     observer.ask()
     assert run.coordinators[0].exit_code() == 0
-    assert observer.ask()["type"] == "stop"
+    assert observer.ask().kind == "stop"
     observer.close()

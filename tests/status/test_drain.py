@@ -7,18 +7,19 @@ from collections.abc import Iterator
 import pytest
 
 from recover_megatron.membership.io.client import NoAnswer
+from recover_megatron.membership.messages.to_member import Stop
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.status import __main__ as command
 from recover_megatron.status.__main__ import DrainExit, drain, main
 from recover_megatron.status.model import RunStatus, read
 from tests.harness.waiting import DEADLINE
-from tests.status.test_status_model import VIEW, seen, text
+from tests.status.test_status_model import seen, text, view
 
 ASKED = {"node": "b", "state": "asked", "workers": [[2, 3]], "names": ["b", "host"]}
 MOVING = {**ASKED, "state": "moving"}
 DRAINED = {"node": "b", "state": "drained", "workers": [], "names": ["b", "host"]}
 REFUSED = {"node": "b", "state": "refused", "workers": [], "reason": "nothing would be left", "names": ["b"]}
-ENDED = {"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 3}
+ENDED = Stop("all workers have left", 0, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """Answers with one view after the other; None: nobody answers; an error is raised."""
 
-    def __init__(self, *answers: list[dict[str, object]] | dict[str, object] | Exception | None) -> None:
+    def __init__(self, *answers: list[dict[str, object]] | Stop | Exception | None) -> None:
         self._answers: Iterator[object] = iter(answers)
         self.asked: list[str | None] = []
 
@@ -40,7 +41,7 @@ class Run:
             raise NoAnswer("it has just died")
         if isinstance(answer, Exception):
             raise answer
-        return read(answer if isinstance(answer, dict) else {**VIEW, "drains": answer}, "h:1")
+        return read(answer if isinstance(answer, Stop) else view(drains=answer), "h:1")
 
 
 def drained(run: Run, node: str = "b", patience: float = DEADLINE) -> tuple[list[str], DrainExit]:

@@ -15,6 +15,7 @@ import pytest
 from recover_megatron.launch.workers import log_folder
 from recover_megatron.launch.workers.log_folder import Claim
 from recover_megatron.membership.io.server import Journal
+from recover_megatron.membership.messages.to_member import Stop
 from recover_megatron.membership.records import FIRST_JOINED, AuthenticationError
 from recover_megatron.report.history import history
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile, read_run_events
@@ -409,12 +410,12 @@ WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=
             Level.CRITICAL,
         ),
         (
-            read({"type": "stop", "code": 130, "reason": "ended by SIGINT", "epoch": 1}, "a:1"),
+            read(Stop("ended by SIGINT", 130, 1), "a:1"),
             "ENDED: exit code 130: ended by SIGINT",
             Level.CRITICAL,
         ),
         (
-            read({"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 1}, "a:1"),
+            read(Stop("all workers have left", 0, 1), "a:1"),
             "ENDED: finished, exit code 0: all workers have left",
             Level.OK,
         ),

@@ -20,6 +20,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from recover_megatron.membership.messages.to_member import Stop
 from recover_megatron.status import metrics
 from recover_megatron.status.exporter import MOST, EventHook, Exporter
 from recover_megatron.status.folder import History
@@ -281,7 +282,7 @@ def test_the_last_numbers_of_a_run_that_has_ended_raise_no_alert_but_that_on_its
     event(tmp_path, "checkpoint", BEGUN + 5, saved=10, folder="f")
     history = history_of(tmp_path)
     collector = RunCollector(history, RUN)
-    ended = read({"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 1}, "logs")
+    ended = read(Stop("all workers have left", 0, 1), "logs")
     collector.put(ended.with_files(history.training(BEGUN + 90), {}))
     told = samples(collector)
     assert told["recover_state", "ENDED"] == 1

@@ -17,6 +17,7 @@ from rich.console import Console
 from simulation import World, over_the_wire
 
 from recover_megatron.membership.io.client import NoAnswer
+from recover_megatron.membership.messages.to_member import Stop, View
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.status.headline import Headline, Level, headline, span
@@ -44,15 +45,20 @@ def text(status: RunStatus, height: int | None = None) -> str:
 
 GRID = [placed(r * 2 + p, r, p, iteration=7, phase="forward", microbatch=3) for r in range(3) for p in range(2)]
 VIEW = {
-    "type": "view", "state": "steady", "term": 1 << 32, "epoch": 1, "opened": 1, "committed": 8, "commit_age": 0.4,
+    "state": "steady", "term": 1 << 32, "epoch": 1, "opened": 1, "committed": 8, "commit_age": 0.4,
     "launched": 6, "world": 6, "live": 6, "replicas": [[0, 2]], "replica_size": 2, "workers": GRID, "hidden": 0,
     "faults": [], "recoveries": [],
 }  # fmt: skip
 
 
+def view(**fields: Any) -> View:
+    """That view with other ``fields``."""
+    return View(**{**VIEW, **fields})
+
+
 def seen(**fields: Any) -> RunStatus:
-    """What is read of that view with other ``fields``."""
-    return read({**VIEW, **fields}, "a:1")
+    """What is read of it."""
+    return read(view(**fields), "a:1")
 
 
 def test_the_grid_has_the_workers_of_each_replica_by_position() -> None:
@@ -74,15 +80,15 @@ def test_a_run_that_has_grown_says_so_and_is_healthy() -> None:
 
 def test_a_run_of_the_library_that_has_lost_a_worker_is_degraded_until_another_has_come() -> None:
     """Its plans tell of no replicas; who leaves at the end is not missing."""
-    whole = {**VIEW, "replicas": [], "replica_size": 0, "launched": 3, "world": 3, "live": 3}
+    whole = {"replicas": [], "replica_size": 0, "launched": 3, "world": 3, "live": 3}
     workers = [row(n, iteration=7, phase="forward") for n in range(3)]
-    assert headline(read({**whole, "workers": workers}, "a:1")).text == "HEALTHY"
+    assert headline(seen(**{**whole, "workers": workers})).text == "HEALTHY"
     dead, left = ({"worker": 2, "fate": fate, "host": "h", "why": "", "ago": 2.0} for fate in ("dead", "left"))
-    fewer = read({**whole, "live": 2, "workers": [*workers[:2], dead]}, "a:1")
+    fewer = seen(**{**whole, "live": 2, "workers": [*workers[:2], dead]})
     assert headline(fewer) == Headline("DEGRADED", "DEGRADED 2/3 workers", Level.WARNING)
-    assert headline(read({**whole, "live": 2, "workers": [*workers[:2], left]}, "a:1")).word == "HEALTHY"
+    assert headline(seen(**{**whole, "live": 2, "workers": [*workers[:2], left]})).word == "HEALTHY"
     came = {**whole, "world": 4, "live": 3, "workers": [*workers[:2], dead, row(3)]}
-    assert headline(read(came, "a:1")).word == "HEALTHY"
+    assert headline(seen(**came)).word == "HEALTHY"
 
 
 def test_a_replica_that_lost_a_worker_does_not_run_and_its_other_workers_are_spares() -> None:
@@ -201,7 +207,7 @@ def test_at_the_end_who_left_in_order_or_was_aside_is_not_lost() -> None:
 
 @pytest.mark.parametrize(("code", "word"), [(0, "ENDED: finished, "), (10, "ENDED: ")])
 def test_the_end_of_a_run_is_told(code: int, word: str) -> None:
-    status = read({"type": "stop", "code": code, "reason": "so be it", "epoch": 4}, "a:1")
+    status = read(Stop("so be it", code, 4), "a:1")
     assert f"{word}exit code {code}: so be it" in text(status)
     assert json.loads(json.dumps(status.to_json()))["code"] == code
 
@@ -211,7 +217,7 @@ def test_rows_that_no_coordinator_of_this_version_makes_are_no_answer(
     spoiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch([("h", 1)], Secret(b"a secret of many bytes"))
-    monkeypatch.setattr("recover_megatron.status.source.Observer", lambda *_: Answering({**VIEW, **spoiled}))
+    monkeypatch.setattr("recover_megatron.status.source.Observer", lambda *_: Answering(view(**spoiled)))
     with pytest.raises(NoAnswer, match="h:1 answers with a view that cannot be read"):
         watch.look()
 
@@ -317,7 +323,7 @@ def test_a_live_view_goes_on_when_a_coordinator_goes_away_while_the_secret_is_pr
 ) -> None:
     """The closed connection looks like a refused secret; only a view that has shown nothing yet ends with that."""
     refused: Any = AuthenticationError("a:1 rejects the secret")
-    over = read({"type": "stop", "code": 0, "reason": "all have left", "epoch": 3}, "a:1")
+    over = read(Stop("all have left", 0, 3), "a:1")
     console = Console(file=io.StringIO(), width=160, force_terminal=False)
     monkeypatch.setattr("recover_megatron.status.screen._console", lambda: console)
     follow(Answers(seen(), refused, over), interval=0.0, patience=DEADLINE)  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def test_a_run_of_another_version_is_said_to_be_one_and_not_to_be_over(
 
         def answer() -> None:
             connection, _ = server.accept()
-            challenge = {"type": "challenge", "version": older, "nonce": "00" * 32}
+            challenge = wire.Challenge(older, "00" * 32)
             with connection:
                 connection.sendall(wire.encode(challenge, wire.MAX_HANDSHAKE))
                 connection.recv(1)

@@ -21,8 +21,10 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.events import (
@@ -39,6 +41,7 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import AuthenticationError, MembershipError
 from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.wire import Secret
@@ -71,7 +74,7 @@ class Client:
         self._sock: socket.socket | None = None
         self._state = ""
         self._expected_proof = ""
-        self._decoder = wire.Decoder(0, {})
+        self._decoder = wire.Decoder()
         self._out = bytearray()
         self._abandoned: list[socket.socket] = []
         self._rejections = 0
@@ -215,26 +218,23 @@ class Client:
             return
         self._state = "challenged"
         self._handle(Accepted())
-        self._decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_MEMBER)
+        self._decoder = wire.Decoder()
         self._watch()
 
-    def _shake_hands(self, message: Mapping[str, Any]) -> None:
-        if self._state == "challenged" and message["type"] == "challenge":
-            if message["version"] != wire.PROTOCOL_VERSION:
-                self._fail(f"the coordinator has protocol version {message['version']}, not {wire.PROTOCOL_VERSION}")
-                return
-            auth, self._expected_proof = self._secret.answer(message)
-            self._state = "proving"
-            self._say(auth)
-        elif self._state == "proving" and message["type"] == "proof":
-            if not proves(message["mac"], self._expected_proof):
-                self._fail("the coordinator does not know the job's secret")
-                return
-            self._state, self._rejections = "open", -(1 << 30)
-            self._decoder.limit, self._decoder.schemas = wire.MAX_TO_MEMBER, wire.TO_MEMBER
-            self._handle(Connected())
-        else:
-            raise wire.WireError(f"{message['type']} is not expected here")
+    def _challenged(self, message: wire.Challenge) -> None:
+        if message.version != wire.PROTOCOL_VERSION:
+            self._fail(f"the coordinator has protocol version {message.version}, not {wire.PROTOCOL_VERSION}")
+            return
+        auth, self._expected_proof = self._secret.answer(message)
+        self._state = "proving"
+        self._say(auth)
+
+    def _proved(self, message: wire.Proof) -> None:
+        if not proves(message.mac, self._expected_proof):
+            self._fail("the coordinator does not know the job's secret")
+            return
+        self._state, self._rejections = "open", -(1 << 30)
+        self._handle(Connected())
 
     def _fail(self, reason: str, *, refused: bool = False) -> None:
         """Drop a connection that the other side has closed or that could not be established."""
@@ -264,11 +264,8 @@ class Client:
             return
         self._decoder.feed(data)
         try:
-            while self._sock is sock and (message := self._decoder.message()) is not None:
-                if self._state == "open":
-                    self._handle(Heard(self._without_known(message)))
-                else:
-                    self._shake_hands(message)
+            while self._sock is sock and self._take_message():
+                pass
         except wire.WireError as error:
             if self._state == "open":
                 self._abandon(f"malformed message: {error}")
@@ -276,13 +273,23 @@ class Client:
             else:
                 self._fail(f"not a coordinator: {error}")
 
-    def _without_known(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return ``message`` without added candidates that this process has known since its start."""
-        if message["type"] == "candidates":
-            message["added"] = [address for address in message["added"] if tuple(address) not in self._launched]
-        return message
+    def _take_message(self) -> bool:
+        """Process the next message. Return False if it is not complete yet."""
+        decoder = self._decoder
+        if self._state == "open" and (message := decoder.message(wire.TO_MEMBER)) is not None:
+            if isinstance(message, to_member.Candidates):  # leave out those that this process has known since its start
+                added = [address for address in message.added if address not in self._launched]
+                message = replace(message, added=added)
+            self._handle(Heard(message))
+        elif self._state == "challenged" and (challenge := decoder.message(wire.CHALLENGE)) is not None:
+            self._challenged(challenge)
+        elif self._state == "proving" and (proof := decoder.message(wire.PROOF)) is not None:
+            self._proved(proof)
+        else:
+            return False
+        return True
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _say(self, message: fields.Message) -> None:
         if self._sock is not None:
             self._out += wire.encode(message, wire.MAX_TO_COORDINATOR)
             self._flush()
@@ -308,11 +315,11 @@ class Client:
     def _abandon(self, reason: str) -> None:
         if self._sock is None:
             return
-        self._say({"type": "abandon", "reason": reason[:2000]})
+        self._say(to_coordinator.Abandon(reason[:2000]))
         with contextlib.suppress(OSError, wire.WireError):
             while self._state == "open" and (data := self._sock.recv(1 << 18)):
                 self._decoder.feed(data)
-                while (message := self._decoder.message()) is not None:
+                while (message := self._decoder.message(wire.TO_MEMBER)) is not None:
                     self.core.late_message(message)
         self._selector.modify(self._sock, selectors.EVENT_READ)
         self._abandoned.append(self._sock)
@@ -370,7 +377,7 @@ class Observer:
     def __init__(self, address: Address, secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
         self.name = f"{address[0]}:{address[1]}"
         self._timeout = timeout
-        self._decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_MEMBER)
+        self._decoder = wire.Decoder()
         try:
             self._sock = socket.create_connection(address, timeout)
         except OSError as error:
@@ -381,17 +388,17 @@ class Observer:
             self.close()
             raise
 
-    def ask(self, drain: str | None = None) -> dict[str, Any]:
-        """Return the answer: ``view``, or ``stop`` if the run has ended (or ends on this side of a partition).
+    def ask(self, drain: str | None = None) -> to_member.View | to_member.Stop:
+        """Return the answer; ``Stop`` if the run has ended (or ends on this side of a partition).
 
         ``drain``: also request a drain of the node or host of that name; a candidate that does not lead ignores it.
         """
-        self._send({"type": "observe"} if drain is None else {"type": "drain", "node": drain})
-        message = self._hear()
-        if message["type"] == "refused":
-            raise NoAnswer(f"{self.name}: {message['reason']}")
-        if message["type"] not in ("view", "stop"):
-            raise NoAnswer(f"{self.name} sent an unexpected {message['type']!r}")
+        self._send(to_coordinator.Observe() if drain is None else to_coordinator.Drain(drain))
+        message = self._hear(wire.TO_MEMBER)
+        if isinstance(message, to_member.Refused):
+            raise NoAnswer(f"{self.name}: {message.reason}")
+        if not isinstance(message, to_member.View | to_member.Stop):
+            raise NoAnswer(f"{self.name} sent an unexpected {message.kind!r}")
         return message
 
     def close(self) -> None:
@@ -399,29 +406,22 @@ class Observer:
         self._sock.close()
 
     def _shake_hands(self, secret: Secret) -> None:
-        challenge = self._expect("challenge")
-        if challenge["version"] != wire.PROTOCOL_VERSION:
-            text = f"{self.name} has protocol version {challenge['version']}, this program {wire.PROTOCOL_VERSION}"
+        challenge = self._hear(wire.CHALLENGE)
+        if challenge.version != wire.PROTOCOL_VERSION:
+            text = f"{self.name} has protocol version {challenge.version}, this program {wire.PROTOCOL_VERSION}"
             raise OtherVersion(f"{text}: use the recover-status that belongs to the run")
         auth, expected = secret.answer(challenge)
         self._send(auth)
         try:
-            proof = self._expect("proof")
+            proof = self._hear(wire.PROOF)
         except NoAnswer as error:
             if "closed the connection" not in str(error):
                 raise
             raise AuthenticationError(f"{self.name} rejects the secret: it is not the secret of this run") from error
-        if not proves(proof["mac"], expected):
+        if not proves(proof.mac, expected):
             raise AuthenticationError(f"{self.name} does not know the secret: it is not a coordinator of this run")
-        self._decoder.limit, self._decoder.schemas = wire.MAX_TO_MEMBER, wire.TO_MEMBER
 
-    def _expect(self, kind: str) -> dict[str, Any]:
-        message = self._hear()
-        if message["type"] != kind:
-            raise NoAnswer(f"{self.name} sent {message['type']!r} where a coordinator sends {kind!r}")
-        return message
-
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: fields.Message) -> None:
         try:
             self._sock.settimeout(self._timeout)
             self._sock.sendall(wire.encode(message, wire.MAX_HANDSHAKE))
@@ -430,10 +430,10 @@ class Observer:
             if not isinstance(error, ConnectionError):
                 raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
 
-    def _hear(self) -> dict[str, Any]:
+    def _hear[T](self, stage: wire.Stage[T]) -> T:
         until = time.monotonic() + self._timeout
         try:
-            while (message := self._decoder.message()) is None:
+            while (message := self._decoder.message(stage)) is None:
                 self._sock.settimeout(max(0.001, until - time.monotonic()))
                 data = self._sock.recv(1 << 18)
                 if not data:

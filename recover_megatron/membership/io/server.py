@@ -23,7 +23,6 @@ from asyncio import TimerHandle
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import get_logger
@@ -48,6 +47,7 @@ from recover_megatron.membership.events import (
 )
 from recover_megatron.membership.io.lease import Lease
 from recover_megatron.membership.io.testimony import WitnessThread
+from recover_megatron.membership.messages import to_coordinator, to_member
 from recover_megatron.membership.records import Json, WorkerId
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce, proves
@@ -81,7 +81,7 @@ class _Connection:
         self.nonce = nonce()
         self.proved = False
         self.closing = False
-        self.decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
+        self.decoder = wire.Decoder()
         self.out: deque[memoryview] = deque()
         self.queued = 0
 
@@ -196,8 +196,7 @@ class CoordinatorServer:
             late = f"no proof of the secret within {HANDSHAKE_SECONDS:.0f} s"
             connection.timer = self._loop.call_later(HANDSHAKE_SECONDS, self._reject, connection, late)
             self._loop.add_reader(connection.descriptor, self._read, connection)
-            challenge = {"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": connection.nonce}
-            self._write(connection, wire.encode(challenge))
+            self._write(connection, wire.encode(wire.Challenge(wire.PROTOCOL_VERSION, connection.nonce)))
             if len(self._unproved) > self._max_unproved:
                 self._reject(next(iter(self._unproved.values())), "too many connections without proof")
 
@@ -217,17 +216,15 @@ class CoordinatorServer:
         if count < MOST_IN_A_PERIOD:
             self._log({"event": kind, **record})
 
-    def _prove(self, connection: _Connection, message: Mapping[str, Any]) -> None:
-        if not proves(message["mac"], self._secret.mac("member", connection.nonce, message["nonce"])):
+    def _prove(self, connection: _Connection, message: wire.Auth) -> None:
+        if not proves(message.mac, self._secret.mac("member", connection.nonce, message.nonce)):
             self._reject(connection, "does not know the job's secret")
             return
         connection.proved = True
         connection.timer.cancel()
         del self._unproved[connection.number]
-        connection.decoder.limit = wire.MAX_TO_COORDINATOR
-        connection.decoder.schemas = wire.TO_COORDINATOR
-        proof = self._secret.mac("coordinator", connection.nonce, message["nonce"])
-        self._write(connection, wire.encode({"type": "proof", "mac": proof}))
+        proof = self._secret.mac("coordinator", connection.nonce, message.nonce)
+        self._write(connection, wire.encode(wire.Proof(proof)))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -247,15 +244,16 @@ class CoordinatorServer:
         connection.decoder.feed(data)
         try:
             while connection.number in self._connections and not connection.closing:
-                message = connection.decoder.message()
-                if message is None:
+                if not connection.proved:
+                    if (auth := connection.decoder.message(wire.AUTH)) is None:
+                        return
+                    self._prove(connection, auth)
+                    continue
+                if (message := connection.decoder.message(wire.TO_COORDINATOR)) is None:
                     return
-                if connection.proved:
-                    if message["type"] == "ended":
-                        self._read_rest(message["worker"])
-                    self._handle(Received(connection.number, message))
-                else:
-                    self._prove(connection, message)
+                if isinstance(message, to_coordinator.Ended):
+                    self._read_rest(message.worker)
+                self._handle(Received(connection.number, message))
         except wire.WireError as error:
             self._reject(connection, f"malformed: {error}")
             self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
@@ -289,11 +287,11 @@ class CoordinatorServer:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def _send(self, sessions: tuple[int, ...], message: Mapping[str, Any]) -> None:
+    def _send(self, sessions: tuple[int, ...], message: to_member.ToMember) -> None:
         frame = wire.encode(message)
         for session in sessions:
             connection = self._connections.get(session)
-            if connection is None or connection.closing or (connection.out and message["type"] == "view"):
+            if connection is None or connection.closing or (connection.out and isinstance(message, to_member.View)):
                 continue  # an observer that has not read its last view gets no new one
             self._write(connection, frame)
 

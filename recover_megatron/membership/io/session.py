@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.membership.events import MemberEffect, Notify
 from recover_megatron.membership.io.client import Address, Client
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
+from recover_megatron.membership.messages.to_coordinator import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED, ReportException
 from recover_megatron.membership.records import (
     EpochRevoked,
     Fenced,
@@ -25,16 +27,8 @@ from recover_megatron.membership.records import (
     cut_middle,
 )
 from recover_megatron.membership.sides.member import Member
-from recover_megatron.membership.wire import (
-    MAX_ERROR,
-    MAX_TO_COORDINATOR,
-    MAX_TRACEBACK,
-    MAX_TRIED,
-    Secret,
-    encode,
-    find_secret,
-)
-from recover_megatron.network import death_notice, system
+from recover_megatron.membership.wire import MAX_TO_COORDINATOR, Secret, find_secret
+from recover_megatron.network import connection, death_notice, system
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 RevokeCallback = Callable[[int, str], None]
@@ -75,16 +69,8 @@ class Session:
         launched with the run; its id must be new. Before its ``join``, no worker waits for it, and it gets no message.
         """
         settings = settings or Settings()
-        hello: dict[str, Json] = {
-            "worker": worker,
-            "incarnation": secrets.token_hex(16),
-            "host": socket.gethostname()[:256],
-            "pid": os.getpid(),
-        }
-        if node_agent is not None:
-            hello["node_agent"] = node_agent
-        if newcomer:
-            hello["newcomer"] = True
+        process = WorkerId(worker), secrets.token_hex(16), socket.gethostname()[:256], os.getpid()
+        hello = to_coordinator.Attach(*process, fields.NOTHING, done=0, node_agent=node_agent or "", newcomer=newcomer)
         core = Member(hello, len(addresses), settings, now=time.monotonic())
         return cls(core, addresses, secret, on_revoke)
 
@@ -191,9 +177,11 @@ class Session:
         Every member gets the same plan, whose epoch may have been revoked before this call returns. The caller must
         then apply the step of each iteration that this worker reported done, up to ``plan.committed``. If the current
         epoch was not revoked, this call requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
-        ``ValueError`` if the status is too long or is not JSON.
+        ``ValueError`` if the status is too long or too deep, or is not JSON.
         """
-        encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)
+        body = connection.encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)[4:]
+        status = connection.parse(body)["status"]  # only lists, objects and plain values, and no NaN
+        fields.check_depth(status, fields.MAX_DEPTH)
         with self._client.condition:
             self._raise_if_out()
             before = self.epoch
@@ -360,11 +348,9 @@ class Session:
         """
         if min(iteration, microbatch or 0, group) < 0:
             raise ValueError(f"negative number: iteration {iteration}, microbatch {microbatch} or group {group}")
-        report: dict[str, Json] = {"iteration": iteration, "group": group, "phase": phase[:256], "own": own}
-        if microbatch is not None:
-            report["microbatch"] = microbatch
-        report["tried"] = sorted(tried)[-MAX_TRIED:]
-        report["error"], report["traceback"] = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
+        error, traceback = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
+        phase, last = phase[:256], sorted(tried)[-MAX_TRIED:]
+        report = ReportException(iteration, error, traceback, WorkerId(group), microbatch, phase, last, own)
         with self._client.condition:
             self._say(self._core.report_exception, report)
             self._client.condition.wait_for(lambda: self._core.noted or self._core.out, EXCEPTION_REPORT_SECONDS)
@@ -399,12 +385,13 @@ class Session:
             raise EpochRevoked(self.epoch, self._revoked_reason)
 
     def _notified(self, notice: Notify) -> None:
-        if notice.kind == "revoke":
-            self._revoked_reason = notice.detail["reason"]
+        told = notice.message
+        if isinstance(told, to_member.Revoke):
+            self._revoked_reason = told.reason
             for callback in self._callbacks:
-                callback(notice.detail["epoch"], notice.detail["reason"])
-            self._say(self._core.heard, notice.detail["epoch"], notice.detail["term"])  # all callbacks have returned
-        elif notice.kind == "out":
+                callback(told.epoch, told.reason)
+            self._say(self._core.heard, told.epoch, told.term)  # all callbacks have returned
+        elif told is None:
             for callback in self._callbacks:
                 callback(0, str(self._core.out))
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from enum import Enum
 from typing import Any
+
+from msgspec.structs import replace
 
 from recover_megatron.membership.events import (
     Abandon,
@@ -40,16 +41,15 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
+from recover_megatron.membership.messages.to_coordinator import Hello, ToCoordinator
 from recover_megatron.membership.records import (
     CoordinatorLost,
     Fenced,
-    Formed,
     MembershipError,
-    Opened,
     Presentation,
     Settings,
     from_runs,
-    presentation_to_wire,
 )
 
 
@@ -63,17 +63,15 @@ class Stage(Enum):
 
 
 class Follower:
-    """Finds and follows the coordinator. ``hello``: the fields of the attach message that identify this process.
+    """Finds and follows the coordinator. ``hello``: the first message, which identifies this process.
 
     ``late``: True if the run began before this process. Then any candidate may lead, and the first in the
     list may be a fresh standby.
     """
 
-    beat: Mapping[str, Any] = {"type": "beat"}
+    beat: to_coordinator.Heartbeat | to_coordinator.Beat = to_coordinator.Beat()
 
-    def __init__(
-        self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float, *, late: bool = False
-    ) -> None:
+    def __init__(self, hello: Hello, candidates: int, settings: Settings, now: float, *, late: bool = False) -> None:
         self.settings = settings
         self._late = late
         self.stage = Stage.SEEKING
@@ -82,7 +80,7 @@ class Follower:
         self.last_epoch = 0
         """The last epoch of a run that has stopped, as its coordinator reported; 0: none."""
         self.deadline = now
-        self._hello = dict(hello)
+        self._hello = hello
         self._launched = candidates  # number of candidates of the launch, which precede ``_added``
         self._added: tuple[tuple[str, int], ...] = ()
         self.candidate = -1  # index of the last candidate dialed
@@ -224,52 +222,57 @@ class Follower:
             times.append(self._alone_since + self._patience)
         self.deadline = min(times) if self.stage is not Stage.OUT else math.inf
 
-    def _attach_message(self) -> dict[str, Any]:
-        attach = {**self._hello, **presentation_to_wire(self.presentation)}
-        return {**attach, "silent": True} if self._silent else attach
+    def _attach_message(self) -> Hello:
+        presented = fields.Presented.of(self.presentation)
+        return replace(self._hello, presentation=presented, silent=self._silent, **self._reports())
+
+    def _reports(self) -> dict[str, Any]:
+        """Return the other fields of the attach message that change (hook for subclasses)."""
+        return {}
 
     # -- follow it ----------------------------------------------------------------------------------------------------
 
-    def _on(self, message: Mapping[str, Any], now: float) -> None:
-        match message["type"]:
-            case "beat":
+    def _on(self, message: to_member.ToMember, now: float) -> None:
+        presentation = self.presentation
+        match message:
+            case to_member.Beat():
                 if self._asked:
                     self._answered = self._asked.popleft()
                 self._reached(now)
-            case "standby":
+            case to_member.Standby():
                 self._reached(now)
                 self._move_at = now + self._dwell if self._candidates > 1 else None
-            case "refused":
-                self._complaint = message["reason"]
+            case to_member.Refused(reason):
+                self._complaint = reason
                 self._effects.append(Hangup())
                 self._failures = self._candidates - 1  # a pause precedes the next attempt
                 self._seek(now)
-            case "fenced":
-                self._leave_with(Fenced(message["reason"]))
-            case "stop":
-                self.last_epoch = message["epoch"]
-                self.presentation.left |= from_runs(message.get("left", []))
-                self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by"), reported=True))
-            case "lead" if message["term"] >= self.presentation.term:
-                self._follow(message["term"])
-            case "revoke" if message["term"] >= self.presentation.term:
-                self._follow(message["term"])
+            case to_member.Fenced(reason):
+                self._leave_with(Fenced(reason))
+            case to_member.Stop(reason, code, epoch, by, left):
+                self.last_epoch = epoch
+                presentation.left |= from_runs(left)
+                self._leave_with(CoordinatorLost(reason, code, by, reported=True))
+            case to_member.Lead(term) if term >= presentation.term:
+                self._follow(term)
+            case to_member.Revoke() if message.term >= presentation.term:
+                self._follow(message.term)
                 self._opened(message)
                 self._revoked(message)
-            case "plan" if self._is_open(message):
-                presentation = self.presentation
-                presentation.formed = Formed.from_wire(message)
+            case to_member.Plan() if self._is_open(message):
+                presentation.formed = message.formed()
                 presentation.opened = None
-                presentation.committed = max(presentation.committed, message["committed"])
+                presentation.committed = max(presentation.committed, message.committed)
                 self._planned(message)
-            case "commit" if message["epoch"] == self.presentation.formed.epoch and not self.presentation.opened:
-                self.presentation.committed = max(self.presentation.committed, message["iteration"])
-                self._effects.append(Notify("commit"))
-            case "candidates":
-                self._set_candidates(tuple((host, port) for host, port in message["added"]))
-                self._effects.append(Notify("candidates", message))
-            case "kill" | "note" | "tell" | "drain":
-                self._effects.append(Notify(message["type"], message))
+                self._effects.append(Notify(message))
+            case to_member.Commit(epoch, iteration) if epoch == presentation.formed.epoch and not presentation.opened:
+                presentation.committed = max(presentation.committed, iteration)
+                self._effects.append(Notify(message))
+            case to_member.Candidates():
+                self._set_candidates(tuple(message.added))
+                self._effects.append(Notify(message))
+            case to_member.Kill() | to_member.Note() | to_member.Tell() | to_member.Drain():
+                self._effects.append(Notify(message))
 
     @property
     def _candidates(self) -> int:
@@ -287,9 +290,9 @@ class Follower:
     def _reached(self, now: float) -> None:
         """React to a message from a candidate that leads or may lead later (hook for subclasses)."""
 
-    def _is_open(self, message: Mapping[str, Any]) -> bool:
+    def _is_open(self, message: to_member.Plan) -> bool:
         opened = self.presentation.opened
-        return opened is not None and (opened.term, opened.epoch) == (message["term"], message["epoch"])
+        return opened is not None and (opened.term, opened.epoch) == (message.term, message.epoch)
 
     def _follow(self, term: int) -> None:
         self.stage = Stage.FOLLOWING
@@ -298,36 +301,36 @@ class Follower:
         self._move_at = None
         self.presentation.term = term
 
-    def _opened(self, message: Mapping[str, Any]) -> None:
+    def _opened(self, message: to_member.Revoke) -> None:
         presentation = self.presentation
-        presentation.opened = Opened.from_wire(message)
-        presentation.dead |= from_runs(message["dead"])
-        presentation.left |= from_runs(message["left"])
-        presentation.aside = from_runs(message.get("aside", []))
-        if message.get("after_epoch", 0) > presentation.formed.epoch:
-            presentation.formed = Formed.from_wire(message, "after_")
-        if presentation.formed.epoch and message["committed"] > presentation.committed:
+        presentation.opened = message.opened()
+        presentation.dead |= from_runs(message.dead)
+        presentation.left |= from_runs(message.left)
+        presentation.aside = from_runs(message.aside)
+        if message.after is not None and message.after.epoch > presentation.formed.epoch:
+            presentation.formed = message.after.formed()
+        if presentation.formed.epoch and message.committed > presentation.committed:
             # The previous coordinator was lost while it sent this commit, so only other members have received it.
-            presentation.committed = message["committed"]
-            self._effects.append(Notify("commit"))
+            presentation.committed = message.committed
+            self._effects.append(Notify(to_member.Commit(presentation.formed.epoch, message.committed)))
 
-    def _revoked(self, message: Mapping[str, Any]) -> None:
+    def _revoked(self, message: to_member.Revoke) -> None:
         """React to the opening of a rendezvous (hook for subclasses)."""
 
-    def _planned(self, message: Mapping[str, Any]) -> None:
+    def _planned(self, message: to_member.Plan) -> None:
         """React to the plan of a rendezvous (hook for subclasses)."""
 
-    def late_message(self, message: Mapping[str, Any]) -> None:
+    def late_message(self, message: to_member.ToMember) -> None:
         """React to a message that a coordinator had sent before this member abandoned it (hook for subclasses)."""
 
-    def _report(self, message: Mapping[str, Any], *, may: bool | None = None) -> list[MemberEffect]:
+    def _report(self, message: ToCoordinator, *, may: bool | None = None) -> list[MemberEffect]:
         """Return effects that send a message if ``may`` is True, or if it is None and a candidate is connected."""
         self._effects = []
         if self._connected if may is None else may:
             self._say(message)
         return self._effects
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _say(self, message: ToCoordinator) -> None:
         self._effects.append(Say(message))
 
     def give_up(self, reason: MembershipError) -> list[MemberEffect]:
@@ -342,4 +345,4 @@ class Follower:
         if self._connected:
             self._effects.append(Abandon(str(reason)))
             self._connected = False
-        self._effects.append(Notify("out"))
+        self._effects.append(Notify(None))

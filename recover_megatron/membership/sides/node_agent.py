@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from recover_megatron.membership.events import Accepted, Connected, Dial, Lost, MemberEffect, MemberEvent, Notify
 from recover_megatron.membership.io.client import Address, Client
+from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import (
     CoordinatorLost,
     MembershipError,
+    Runs,
     Settings,
     WorkerId,
     Workers,
@@ -30,7 +32,7 @@ class NodeAgentClient(Follower):
     def __init__(
         self, node: str, incarnation: str, candidates: int, settings: Settings, now: float, *, late: bool = False
     ) -> None:
-        hello = {"type": "attach_node_agent", "node": node, "incarnation": incarnation}
+        hello = to_coordinator.AttachNodeAgent(node, incarnation, fields.NOTHING)
         super().__init__(hello, candidates, settings, now, late=late)
         self.planned: Workers = frozenset()
         """Workers that were in any plan that this launcher has received."""
@@ -50,23 +52,23 @@ class NodeAgentClient(Follower):
     def stopping(self, signal: int) -> list[MemberEffect]:
         """Report that a signal ordered this launcher to stop its workers; repeated to every later coordinator."""
         self._stopping = signal
-        return self._report({"type": "stopping", "signal": signal})
+        return self._report(to_coordinator.Stopping(signal))
 
     def hosts(self, address: tuple[str, int]) -> list[MemberEffect]:
         """Report a candidate that was started on this node after the launch; repeated to every later coordinator."""
         self._own = address
-        return self._report({"type": "candidate", "address": list(address)})
+        return self._report(to_coordinator.Candidate(address))
 
     def ended(self, worker: WorkerId, how: str) -> list[MemberEffect]:
         """Report that a worker's process has ended; repeated to every later coordinator."""
         self.ends[worker] = how
         self._running.discard(worker)
-        return self._report({"type": "ended", "worker": worker, "how": how})
+        return self._report(to_coordinator.Ended(worker, how))
 
     def spawned(self, worker: WorkerId, pid: int) -> list[MemberEffect]:
         """Report a worker's process, so that the coordinator knows which launcher can report its end."""
         self._running.add(worker)
-        return self._report({"type": "spawned", "worker": worker, "pid": pid})
+        return self._report(to_coordinator.Spawned(worker, pid))
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """Apply one event, as in ``Follower``; repeat all earlier reports to each new coordinator."""
@@ -82,11 +84,11 @@ class NodeAgentClient(Follower):
             self.attached, self._unanswered = True, 0
             self._say(self.beat)
             if self._own is not None:
-                self._say({"type": "candidate", "address": list(self._own)})
+                self._say(to_coordinator.Candidate(self._own))
             if self._stopping:
-                self._say({"type": "stopping", "signal": self._stopping})
+                self._say(to_coordinator.Stopping(self._stopping))
             for worker, how in self.ends.items():
-                self._say({"type": "ended", "worker": worker, "how": how})
+                self._say(to_coordinator.Ended(worker, how))
         return effects
 
     def _tried(self, candidate: int, refused: float | None) -> None:
@@ -102,8 +104,8 @@ class NodeAgentClient(Follower):
         """Time since which the hosts of all candidates refuse connections; infinite: not all hosts refuse them."""
         return max(self._refused.get(candidate, math.inf) for candidate in range(self._candidates))
 
-    def _attach_message(self) -> dict[str, Any]:
-        return {**super()._attach_message(), "running": to_runs(self._running)}
+    def _reports(self) -> dict[str, Runs]:
+        return {"running": to_runs(self._running)}
 
     @property
     def up_to_date(self) -> bool:
@@ -114,32 +116,31 @@ class NodeAgentClient(Follower):
         """Send ``beat`` to the coordinator; the answer makes this client ``up_to_date`` again."""
         return self._report(self.beat)
 
-    def _say(self, message: Mapping[str, Any]) -> None:
-        self._unanswered += message["type"] == "beat"
+    def _say(self, message: to_coordinator.ToCoordinator) -> None:
+        self._unanswered += isinstance(message, to_coordinator.Beat)
         super()._say(message)
 
-    def _on(self, message: Mapping[str, Any], now: float) -> None:
-        self._unanswered -= message["type"] == "beat"
-        if message["type"] == "kill":
-            self.condemned |= {message["worker"], *from_runs(message.get("with", []))}
+    def _on(self, message: to_member.ToMember, now: float) -> None:
+        self._unanswered -= isinstance(message, to_member.Beat)
+        if isinstance(message, to_member.Kill):
+            self.condemned |= {message.worker, *from_runs(message.together)}
         super()._on(message, now)
 
-    def late_message(self, message: Mapping[str, Any]) -> None:
+    def late_message(self, message: to_member.ToMember) -> None:
         """Record a revoke that an abandoned coordinator had sent. That coordinator may count on this record.
 
         See ``Rendezvous._acknowledged``.
         """
-        if message["type"] == "revoke" and message["term"] >= self.presentation.term:
-            self.presentation.term = message["term"]
+        if isinstance(message, to_member.Revoke) and message.term >= self.presentation.term:
+            self.presentation.term = message.term
             self._opened(message)
 
-    def _planned(self, message: Mapping[str, Any]) -> None:
+    def _planned(self, message: to_member.Plan) -> None:
         self.planned |= self.presentation.formed.members
-        self._effects.append(Notify("plan", {"epoch": self.presentation.formed.epoch}))
 
-    def _revoked(self, message: Mapping[str, Any]) -> None:
-        self._say({"type": "ack", "epoch": message["epoch"], "term": message["term"]})
-        self._effects.append(Notify("opened", {"epoch": message["epoch"]}))
+    def _revoked(self, message: to_member.Revoke) -> None:
+        self._say(to_coordinator.Ack(message.epoch, message.term))
+        self._effects.append(Notify(message))
 
 
 class Orders(Protocol):
@@ -320,21 +321,21 @@ class NodeAgent:
         self._client.close()
 
     def _notified(self, notice: Notify) -> None:
-        if notice.kind == "kill":
-            self._events.evict(notice.detail["worker"], notice.detail["reason"])
-        elif notice.kind == "opened":
-            self._events.epoch_wanted()
-        elif notice.kind == "plan":
-            self._events.epoch_formed()
-        elif notice.kind == "note":
-            self._events.noted(notice.detail["worker"], notice.detail["text"])
-        elif notice.kind == "tell":
-            self._events.said(notice.detail["text"])
-        elif notice.kind == "drain":
-            self._events.draining(notice.detail.get("stays", False))
-        elif notice.kind == "candidates":
-            info = notice.detail
-            self._events.may_host(info["world"], info.get("lease"), info.get("slack", 0), info.get("witnessed", False))
+        match notice.message:
+            case to_member.Kill(worker, reason):
+                self._events.evict(worker, reason)
+            case to_member.Revoke():
+                self._events.epoch_wanted()
+            case to_member.Plan():
+                self._events.epoch_formed()
+            case to_member.Note(worker, text):
+                self._events.noted(worker, text)
+            case to_member.Tell(text):
+                self._events.said(text)
+            case to_member.Drain(stays):
+                self._events.draining(stays)
+            case to_member.Candidates(_, world, lease, slack, witnessed):
+                self._events.may_host(world, lease, slack, witnessed)
 
 
 class NoAgent:
