@@ -1,6 +1,6 @@
 """Measure how one coordinator process scales with the number N of workers, which one other process simulates.
 
-    python benchmarks/bench_membership.py [--workers 100 1000 4000] [--deaths 5] [--seconds 10] [--json PATH]
+    python benchmarks/bench_membership.py [--workers 1000 4000 16384] [--deaths 5] [--seconds 10] [--json PATH]
 
 Measured for each N:
 
@@ -9,7 +9,11 @@ Measured for each N:
     the time and the processor time of the coordinator to commit one iteration
     the time from a worker's death until the last survivor has the new plan, over several deaths
 
-The simulated workers share one process and one core, so the times include the work of all workers.
+    the time from a hundred deaths at once until the last survivor has the new plan
+
+The simulated workers have the statuses of Megatron's (TP 8 x PP 8, eight workers to a node).  They share one process
+and one core, so the times include the work of all workers; they do not parse the plans, which real workers do in
+parallel.
 """
 
 from __future__ import annotations
@@ -30,13 +34,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import command_line, coordinator, write
+from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.membership import wire
-from recover_megatron.membership.messages.fields import NOTHING, Message
+from recover_megatron.membership.messages.fields import NO_PLAN, NOTHING, Message, PlanId
 from recover_megatron.membership.messages.to_coordinator import Attach, Done, Heartbeat, Join
 from recover_megatron.membership.messages.to_member import Commit, Plan, Revoke, ToMember
 from recover_megatron.membership.records import WorkerId
@@ -44,6 +50,7 @@ from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import Decoder
 
 HEARTBEAT = 1.0
+MANY = 100
 SENT: wire.Stage[Message] = wire.Stage(wire.Challenge | wire.Proof | ToMember, wire.MAX_TO_MEMBER)
 """All messages of a coordinator."""
 
@@ -54,6 +61,19 @@ def parsed(body: bytes) -> Message:
     return SENT.parse(body)
 
 
+def status_of(worker: int) -> msgspec.Raw:
+    """Return the status with which a worker of Megatron joins an epoch, as JSON."""
+    node, replica = f"node-{worker // 8:05d}", worker // 64
+    status = JoinStatus(
+        replica, worker % 64, at=7, step=True, total=512, ran=(2 * replica, 2 * replica + 1), iteration=7,
+        last_step=(7, 7), version=6, node=node, domains=(f"node {node}", f"domain rack{worker // 64}"),
+        device=worker % 8, checkpoint="iteration 5 in /checkpoints", checkpoints=((5, "checkpoint"),),
+        peer_store=f"10.1.{worker // 2048}.{worker // 8 % 256}:{30000 + worker % 8}",
+        flags="0123456789abcdef", code="0123456789abcdef",
+    )  # fmt: skip
+    return msgspec.Raw(msgspec.json.encode(status.to_json()))
+
+
 @dataclass
 class Simulated:
     """Simulated worker.  ``committed``: last iteration whose commit it has received."""
@@ -61,6 +81,8 @@ class Simulated:
     number: int
     sock: socket.socket
     decoder: Decoder
+    status: msgspec.Raw
+    holds: PlanId = NO_PLAN
     committed: int = 0
     attached: bool = False
 
@@ -81,7 +103,7 @@ class Crowd:
             sock = socket.create_connection(address, timeout=30)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
-            worker = Simulated(number, sock, Decoder(wire.MAX_TO_MEMBER))
+            worker = Simulated(number, sock, Decoder(wire.MAX_TO_MEMBER), status_of(number))
             self.workers[number] = worker
             self.selector.register(sock, selectors.EVENT_READ, worker)
             if number % 50 == 49:
@@ -136,8 +158,10 @@ class Crowd:
                     attach = Attach(WorkerId(worker.number), f"{worker.number:032x}", "simulated", 1, NOTHING, done=0)
                     worker.sock.send(wire.encode(attach))
                 case Revoke():
-                    worker.sock.send(wire.encode(Join(message.epoch, {"iteration": 1}, worker.committed)))
+                    join = Join(message.epoch, worker.status, worker.committed, holds=worker.holds)
+                    worker.sock.send(wire.encode(join))
                 case Plan():
+                    worker.holds = message.epoch, message.term
                     self.holding["plan", message.epoch] += 1
                     self.newest = max(self.newest, message.epoch)
                 case Commit():
@@ -183,6 +207,11 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
             old = crowd.newest
             crowd.until(lambda e=old: crowd.newest > e and crowd.all_hold("plan", crowd.newest))
             recovered.append(time.monotonic() - at)
+        at, old = time.monotonic(), crowd.newest
+        for victim in range(deaths, deaths + MANY):
+            crowd.die(victim)
+        crowd.until(lambda: crowd.newest > old and crowd.all_hold("plan", crowd.newest))
+        together = time.monotonic() - at
         return {
             "workers": workers,
             "first_plan_s": round(formed, 3),
@@ -191,13 +220,14 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
             "agree_cpu_ms": round(agree_cpu * 1e3, 1),
             "death_to_last_plan_median_ms": round(statistics.median(recovered) * 1e3, 1),
             "death_to_last_plan_worst_ms": round(max(recovered) * 1e3, 1),
+            "hundred_deaths_ms": round(together * 1e3, 1),
             "coordinator_mib": round(process.memory_info().rss / 2**20, 1),
         }
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000, 4000])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1000, 4000, 16384])
     parser.add_argument("--deaths", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of the measurement without deaths")
     args = parser.parse_args()

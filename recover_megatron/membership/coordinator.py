@@ -342,9 +342,8 @@ class Coordinator:
             return
         self.rendezvous.form(now, self.drains.to_decide(self.rendezvous.members))
         self.state = State.STEADY
-        members = self.epochs.formed.members
         self.leadership.formed(self.epochs.formed)
-        self._out.send(self.roster.sessions_of(members), self.epochs.plan_message(self.epochs.plan))
+        self.epochs.send_plan()
         self._out.send(self.roster.node_agent_sessions, self.epochs.plan_message())
 
     # -- messages of members ------------------------------------------------------------------------------------------

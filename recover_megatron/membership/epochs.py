@@ -19,6 +19,8 @@ from collections.abc import Container
 from recover_megatron.membership.events import Outbox
 from recover_megatron.membership.leadership import Leadership, Permission
 from recover_megatron.membership.messages import fields, to_coordinator, to_member
+from recover_megatron.membership.messages.fields import NO_PLAN, PlanId
+from recover_megatron.membership.messages.plan_changes import packed_for, presented
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
@@ -32,6 +34,7 @@ from recover_megatron.membership.records import (
     RunOver,
     WorkerId,
     Workers,
+    runs_of,
     to_runs,
 )
 from recover_megatron.membership.roster import Fate, Member, Roster
@@ -44,6 +47,7 @@ class Epochs:
         self.formed = Formed(0, frozenset(roster.workers))
         self.own = False
         """True if this coordinator has formed the last epoch."""
+        self._base: tuple[PlanId, Json] = NO_PLAN, None  # the plan before, if this coordinator has formed it, too
         self.plan: Json = None
         """Plan of the last epoch, from the planner or from a member that has presented it; None: not known."""
         self.committed = 0
@@ -90,6 +94,7 @@ class Epochs:
     def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...]) -> None:
         """Form the epoch of a rendezvous that all members have joined. Raises RunOver if no plan is possible."""
         previous, workers = self.formed, self._roster.workers
+        self._base = ((previous.epoch, previous.term), self.plan) if self.own else (NO_PLAN, None)
         self.formed = Formed(opened.epoch, opened.members, opened.term)
         self.commit(self.formed.members & previous.members - self._roster.idle(previous))
         members = tuple(sorted(self.formed.members))
@@ -101,8 +106,7 @@ class Epochs:
             self.plan = self._planner(request)
         except NoPlan as error:
             raise RunOver(error.code, str(error)) from error
-        self.own = True
-        self._some_left = False
+        self.own, self._some_left = True, False
         for worker in (workers[member] for member in members):
             worker.status, worker.new, worker.back = None, False, False
             worker.progress.marked, worker.progress.waiting_since, worker.progress.waits = now, None, False
@@ -110,8 +114,7 @@ class Epochs:
         if fault_at is not None:
             seconds["since_fault"] = now - fault_at
         self._roster.fault_at = None
-        plan = {"members": to_runs(members), "committed": self.committed, "seconds": seconds}
-        self._out.log("plan", epoch=opened.epoch, **plan)
+        self._out.log("plan", epoch=opened.epoch, members=to_runs(members), committed=self.committed, seconds=seconds)
 
     def _lost(self, missing: Workers) -> dict[WorkerId, Json]:
         """Return worker id -> last known progress, for the workers in ``missing`` that have not left normally."""
@@ -121,10 +124,16 @@ class Epochs:
             for w in gone
         }
 
-    def plan_message(self, data: Json = None) -> to_member.Plan:
+    def plan_message(self, data: Json = None, base: PlanId = NO_PLAN) -> to_member.Plan:
         """Return the message with the last epoch's plan; without ``data``: for launchers."""
         formed = self.formed
-        return to_member.Plan(formed.epoch, formed.term, to_runs(formed.members), self.committed, data)
+        return to_member.Plan(formed.epoch, formed.term, to_runs(formed.members), self.committed, data, base)
+
+    def send_plan(self) -> None:
+        """Send the plan to the epoch's members; to a member that holds the plan before, only the changes."""
+        holds = {member: self._roster.workers[member].holds for member in self.formed.members}
+        for receivers, base, data in packed_for(self.plan, holds, *self._base):
+            self._out.send(self._roster.sessions_of(receivers), self.plan_message(data, base))
 
     # -- commits ------------------------------------------------------------------------------------------------------
 
@@ -321,14 +330,14 @@ class Rendezvous:
         took no part in the committed step: they do not apply it, but copy the state of a worker that has applied it.
         """
         epochs, opened, formed = self._epochs, self.opened, self._epochs.formed
-        dead, left, aside = (to_runs(self._roster.with_fate(fate)) for fate in (Fate.DEAD, Fate.LEFT, Fate.ASIDE))
+        dead, left, aside = (runs_of(self._roster.with_fate(fate)) for fate in (Fate.DEAD, Fate.LEFT, Fate.ASIDE))
         holder = None
         if not epochs.own and epochs.plan is None and formed.epoch > 0:
             holders = (self._roster.workers[m] for m in sorted(self.members))
             holder = next((w.number for w in holders if w.session and w.formed_epoch == formed.epoch), None)
         # If no member of the last epoch is in the next one, the next coordinator must still know of the last epoch.
         after = fields.Epoch.of(formed) if apart and not self.members & formed.members else None
-        members, committed = to_runs(opened.members), 0 if apart else epochs.committed
+        members, committed = runs_of(opened.members), 0 if apart else epochs.committed
         return to_member.Revoke(
             opened.epoch, opened.term, members, dead, left, committed, reason[:2000], aside, holder, after
         )
@@ -339,12 +348,12 @@ class Rendezvous:
             return
         self._joined += worker.joined != self.opened.epoch
         worker.joined, worker.status, worker.done = message.epoch, message.status, message.done
-        worker.idle_in, worker.vacant = message.idle, message.vacant
+        worker.idle_in, worker.vacant, worker.holds = message.idle, message.vacant, message.holds
         if isinstance(message.status, dict) and isinstance(node := message.status.get("node"), str) and node:
             worker.node = node[:256]
         worker.progress.marked = worker.progress.waiting_since = now
         if message.plan is not None and not self._epochs.own:
-            self._epochs.plan = message.plan
+            self._epochs.plan = presented(message.plan, self._epochs.formed.members)
 
     def withdraw(self, worker: Member) -> None:
         """Require a worker to join again, because it has a new connection."""

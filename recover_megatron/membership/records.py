@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, NewType, cast
 
 Json = Any
@@ -42,6 +43,10 @@ def to_runs(workers: Iterable[int]) -> Runs:
         else:
             runs.append([worker, worker])
     return runs
+
+
+runs_of = lru_cache(32)(to_runs)
+"""``to_runs`` for a set that many messages contain: at the start, each worker that attaches gets the same sets."""
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, cast
 
 from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.messages import to_coordinator, to_member
+from recover_megatron.membership.messages.fields import NO_PLAN, PlanId
 from recover_megatron.membership.messages.to_coordinator import ToCoordinator
 from recover_megatron.membership.records import Formed, Json, Settings, WorkerId, Workers, to_runs
 
@@ -39,13 +41,29 @@ class Fate(Enum):
     LEFT = "left"
 
 
+class _FateOf:
+    """Attribute ``fate`` of all members, which counts its changes: ``Roster.with_fate`` need not search each time."""
+
+    changes = 0
+
+    def __get__(self, member: Member | None, kind: type[Member]) -> Any:
+        return Fate.LIVE if member is None else member.__dict__["fate"]
+
+    def __set__(self, member: Member, fate: Fate) -> None:
+        member.__dict__["fate"] = fate
+        _FateOf.changes += 1
+
+
+_FATE = cast(Fate, _FateOf())
+
+
 @dataclass
 class Member:
     """State of one worker, as far as this coordinator knows it."""
 
     number: WorkerId
     progress: WorkerProgress
-    fate: Fate = Fate.LIVE
+    fate: Fate = _FATE
     session: int | None = None
     incarnation: str = ""
     host: str = ""
@@ -69,6 +87,8 @@ class Member:
     heard_of: int = 0
     """The last rendezvous whose revoke the worker has confirmed. The worker uses no result of an earlier epoch."""
     status: Json = None
+    holds: PlanId = NO_PLAN
+    """Plan that the worker held when it joined."""
     formed_epoch: int = 0
     """Number of the last epoch whose plan the worker had when it attached; 0: none."""
     new: bool = False
@@ -120,6 +140,8 @@ class Roster:
         self.world = world
         """Number of workers of the launch."""
         self.settings = settings
+        self._found: dict[Fate, Workers] = {}  # results of ``with_fate`` after change ``_found_at`` of a fate
+        self._found_at = -1
         self.workers = {n: Member(n, WorkerProgress(n)) for n in map(WorkerId, range(world))}
         self.node_agents: dict[str, NodeAgentStatus] = {}
         """Node name -> launcher of that node."""
@@ -158,7 +180,11 @@ class Roster:
         return frozenset(n for n in self.newcomers if self.workers[n].back)
 
     def with_fate(self, fate: Fate) -> Workers:
-        return frozenset(n for n, w in self.workers.items() if w.fate is fate)
+        if self._found_at != _FateOf.changes:
+            self._found, self._found_at = {}, _FateOf.changes
+        if fate not in self._found:
+            self._found[fate] = frozenset(n for n, w in self.workers.items() if w.fate is fate)
+        return self._found[fate]
 
     def idle(self, epoch: Formed) -> Workers:
         """Return the members of ``epoch`` that have reported that they have no part in it."""

@@ -134,6 +134,7 @@ class World:
         self.now = 0.0
         self._settings = settings
         self._slack = slack
+        self.plans: dict[tuple[int, int], Any] = {}
         self.holders: list[AskForLease] = []  # of the lease, the last one is the present one
         self.claims: list[tuple[int, AskForLease]] = []  # by which candidate; the storage has not answered yet
         self.answers: list[tuple[int, Verdict]] = []  # to candidates that were frozen
@@ -518,7 +519,8 @@ class World:
 
     def _status(self, number: int) -> dict[str, Any]:
         draining = self.accepted.get(number, frozenset())
-        return {"iteration": self.worker(number).committed + 1, **({"draining": sorted(draining)} if draining else {})}
+        known = {"iteration": self.worker(number).committed + 1, "own": number}
+        return {**known, **({"draining": sorted(draining)} if draining else {})}
 
     def _decide_drains(self, name: str, member: Member) -> None:
         """What the members of its plan decide, all alike: they do without a node if others are left."""
@@ -610,8 +612,12 @@ class World:
                     if isinstance(member := self.members[name], Member):
                         self._committed(member.committed, member.presentation.formed.epoch)
                         self._told(name, member)
-                        if isinstance(told, to_member.Plan) and self.drains_nodes:
-                            self._decide_drains(name, member)
+                        if isinstance(told, to_member.Plan):
+                            assert member.plan is not None
+                            if member.plan.data != self.plans[told.epoch, told.term]:
+                                raise PropertyViolated(f"{name} has another plan of epoch {told.epoch}")
+                            if self.drains_nodes:
+                                self._decide_drains(name, member)
 
     def _to_coordinator(self, candidate: int, event: Any) -> None:
         coordinator = self.coordinators.get(candidate)
@@ -649,6 +655,7 @@ class World:
                         term, members = coordinator.leadership.term, from_runs(record["members"])
                         self.vacant |= {record["epoch"]} if members <= self.spares else set()
                         self._formed(record["epoch"], term, members, record["committed"])
+                        self.plans[record["epoch"], term] = coordinator.epochs.plan
                     elif record["event"] == "aside":
                         self.aside.add(record["worker"])
                     elif record["event"] == "stop" and record["code"] == 0 and not self.members_finish:

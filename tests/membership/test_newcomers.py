@@ -11,6 +11,8 @@ from script import Script, play, table
 from simulation import SETTINGS, attach
 
 from recover_megatron.membership.events import Received, Send
+from recover_megatron.membership.messages.fields import NO_PLAN
+from recover_megatron.membership.messages.to_member import Plan
 from recover_megatron.membership.records import Fenced
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.member import Member
@@ -49,6 +51,26 @@ a newcomer finds the run behind a first candidate that was started again: it wai
 """)
 def test_newcomers(script: str) -> None:
     play(script)
+
+
+def test_only_who_holds_the_plan_before_gets_the_changes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer gets all of it; after the coordinator's death everybody does, since the next one has not made it."""
+    bases: dict[tuple[int, int], tuple[int, int]] = {}
+    planned = Member._planned
+
+    def noted(self: Member, message: Plan) -> None:
+        bases[message.epoch, self._worker] = message.base
+        planned(self, message)
+
+    monkeypatch.setattr(Member, "_planned", noted)
+    world = three_nodes(joining=1).it
+    world.run_fairly(10)
+    world.kill_coordinator(0)
+    world.run_fairly(30)
+    first, second, third = sorted({epoch for epoch, _ in bases})
+    assert {bases[first, n] for n in range(3)} == {NO_PLAN}
+    assert [bases[second, n] for n in range(4)] == [(first, world.formed[first][0])] * 3 + [NO_PLAN]
+    assert {bases[third, n] for n in range(4)} == {NO_PLAN}
 
 
 def test_two_newcomers_at_once_cost_one_epoch() -> None:

@@ -93,6 +93,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "tried": ([[1, 2], [1 << 53] * 4096], [[0] * 4097, [-1], [True], [None]]),
     "place": ([[0, 1, 8], [0, 0, (1 << 31) - 1]], [[0, 1], [0, 1, 8, 9], [0, 1, 1 << 31], [0, -1, 8], [0, 1.0, 8], 1]),
     "loss": ([[7, 2.5], [7, None]], [2.5, [7], [7, True], [7.0, 2.5], [7, 2.5, 1], [-1, 2.5], [7, "x"]]),
+    "plan_id": ([[3, 7], [0, 0]], [[3], [3, 7, 1], [-1, 7], [3, 1.0], 3, None]),
     "epoch": ([EPOCH], [{}, {"epoch": 1, "term": 1}, {**EPOCH, "type": "plan"}, [], "x"]),
     "presentation": ([{"formed": EPOCH, "term": 1, "committed": 7, "dead": [], "left": []}], [EPOCH, {}, []]),
 }  # fmt: skip

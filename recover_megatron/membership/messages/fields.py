@@ -23,6 +23,9 @@ Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 """Number of an epoch or of an iteration."""
 Term = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """Term of a coordinator (``records.next_term``), of at most 63 bits: enough for 2**31 takeovers."""
+PlanId = tuple[Number, Term]
+"""Epoch and term of a plan: a coordinator makes one plan for each."""
+NO_PLAN: PlanId = (0, 0)
 Size = Annotated[int, Meta(ge=0, le=records.MAX_WORKERS)]
 """Number of workers."""
 Pid = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -128,4 +131,4 @@ class Presented(Part, frozen=True):
 
 
 NOTHING = Presented.of(records.Presentation())
-"""What a member presents that has followed no coordinator."""
+"""Presentation of a member that has followed no coordinator."""

@@ -67,12 +67,16 @@ class Beat(f.Message, frozen=True):
 
 
 class Join(f.OfEpoch, frozen=True):
-    """A worker joins a rendezvous. ``done``, ``idle``, ``vacant``: its reports; ``plan``: data of its last plan."""
+    """A worker joins a rendezvous. ``done``, ``idle``, ``vacant``: its reports.
+
+    ``holds``: the epoch whose plan it holds; ``plan``: that plan, packed, if the coordinator has asked for it.
+    """
 
     status: Any
     done: f.Number
     idle: f.Number = 0
     vacant: bool = False
+    holds: f.PlanId = f.NO_PLAN
     plan: Any = None
 
     def __post_init__(self) -> None:

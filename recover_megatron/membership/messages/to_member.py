@@ -50,10 +50,14 @@ class AllHeard(f.OfRendezvous, frozen=True):
 
 
 class Plan(f.Message, f.Epoch, frozen=True):
-    """Plan of a formed epoch. ``data``: the planner's answer; launchers do not get it."""
+    """Plan of a formed epoch. Launchers get no ``data``.
+
+    ``data``: the planner's answer, packed (``plan_changes``); ``base``: the plan that the receiver needs to unpack it.
+    """
 
     committed: f.Number
     data: Any = None
+    base: f.PlanId = f.NO_PLAN
 
 
 class Commit(f.OfEpoch, frozen=True):

@@ -260,10 +260,10 @@ class Follower:
                 self._opened(message)
                 self._revoked(message)
             case to_member.Plan() if self._is_open(message):
+                self._planned(message)  # first, because it may refuse the message
                 presentation.formed = message.formed()
                 presentation.opened = None
                 presentation.committed = max(presentation.committed, message.committed)
-                self._planned(message)
                 self._effects.append(Notify(message))
             case to_member.Commit(epoch, iteration) if epoch == presentation.formed.epoch and not presentation.opened:
                 presentation.committed = max(presentation.committed, iteration)
@@ -318,7 +318,7 @@ class Follower:
         """React to the opening of a rendezvous (hook for subclasses)."""
 
     def _planned(self, message: to_member.Plan) -> None:
-        """React to the plan of a rendezvous (hook for subclasses)."""
+        """React to the plan of a rendezvous (hook for subclasses). Raises WireError if the plan cannot be read."""
 
     def late_message(self, message: to_member.ToMember) -> None:
         """React to a message that a coordinator had sent before this member abandoned it (hook for subclasses)."""

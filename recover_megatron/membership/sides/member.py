@@ -16,8 +16,11 @@ import math
 
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
 from recover_megatron.membership.messages import to_coordinator, to_member
+from recover_megatron.membership.messages.fields import NO_PLAN
+from recover_megatron.membership.messages.plan_changes import pack, unpack
 from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Opened, Plan, Settings, WorkerId
 from recover_megatron.membership.sides.follower import Follower, Stage
+from recover_megatron.network.connection import WireError
 
 
 class Member(Follower):
@@ -33,6 +36,7 @@ class Member(Follower):
         super().__init__(hello, candidates, settings, now, late=self._newcomer)
         self._reached_at = now
         self.plan: Plan | None = None
+        self._holds = NO_PLAN
         self.done = 0
         self.place: tuple[int, int, int] | None = None
         """Replica, position and quota, sent with each mark; None: no place."""
@@ -196,10 +200,19 @@ class Member(Follower):
             self._say(self._join_message(self.presentation.opened, *self._status))
 
     def _join_message(self, opened: Opened, status: Json) -> to_coordinator.Join:
-        plan = self.plan.data if self._present_plan and self.plan is not None else None
-        return to_coordinator.Join(opened.epoch, status, self.done, self.idle_in, self.vacant, plan)
+        plan = pack(self.plan.data, self.plan.members) if self._present_plan and self.plan is not None else None
+        return to_coordinator.Join(opened.epoch, status, self.done, self.idle_in, self.vacant, self._holds, plan)
 
     def _planned(self, message: to_member.Plan) -> None:
-        formed = self.presentation.formed
-        self.plan = Plan(formed.epoch, formed.members, message.committed, message.data)
+        formed, before = message.formed(), self.plan.data if self.plan is not None else None
+        if message.base not in (NO_PLAN, self._holds):
+            raise WireError(f"a plan that changes the plan of epoch {message.base[0]}, which is not held")
+        try:
+            data = unpack(message.data, formed.members, before if message.base != NO_PLAN else None)
+        except ValueError as error:
+            raise WireError(str(error)) from error
+        self.plan, self._holds = (
+            Plan(formed.epoch, formed.members, message.committed, data),
+            (formed.epoch, formed.term),
+        )
         self._status = None

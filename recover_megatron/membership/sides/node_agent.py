@@ -136,7 +136,7 @@ class NodeAgentClient(Follower):
             self._opened(message)
 
     def _planned(self, message: to_member.Plan) -> None:
-        self.planned |= self.presentation.formed.members
+        self.planned |= message.formed().members
 
     def _revoked(self, message: to_member.Revoke) -> None:
         self._say(to_coordinator.Ack(message.epoch, message.term))
