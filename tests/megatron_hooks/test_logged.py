@@ -25,7 +25,9 @@ from recover_megatron.megatron_hooks.logging.trackers import Trackers
 from recover_megatron.megatron_hooks.logging.writers import Stub
 from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer
-from recover_megatron.membership.records import CoordinatorLost, Fenced, MembershipError, Settings
+from recover_megatron.membership.messages.fields import NOTHING
+from recover_megatron.membership.messages.to_coordinator import Attach
+from recover_megatron.membership.records import CoordinatorLost, Fenced, MembershipError, Settings, WorkerId
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.workload.grid import launch_grid
 from tests.harness.waiting import DEADLINE
@@ -270,7 +272,8 @@ def test_wandb_which_cannot_be_flushed_or_closed_is_written_on_when_the_turn_com
 
 def left_in_order() -> MembershipError:
     """What the session of a worker raises that has finished."""
-    member = Member({"worker": 0}, 1, Settings(), now=0.0)
+    hello = Attach(WorkerId(0), "0" * 32, "host", 1, NOTHING, done=0)
+    member = Member(hello, 1, Settings(), now=0.0)
     member.leave()
     assert member.out is not None
     return member.out
