@@ -71,6 +71,8 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         (["--join=yes", "S"], "takes no value"),
         (["--log-dir"], "needs a value"),
         ([], "no SCRIPT"),
+        ([""], "no SCRIPT"),
+        (["-m", "", "--recover"], "no SCRIPT"),
         (["missing.py"], "missing.py does not exist"),
         (["-m", "no_such_module_here"], "module no_such_module_here is not found"),
         (["-m", "logging"], "module logging is a package without a __main__.py"),

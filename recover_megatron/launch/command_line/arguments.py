@@ -105,6 +105,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     if namespace is None:
         return LaunchSpec(host=host, environ=environ), reasons
     rest = namespace.script[1:] if namespace.script[:1] == ["--"] else namespace.script
+    rest = rest if rest[:1] != [""] else []  # an unset variable in quotes: recover-run "$SCRIPT"
     if not rest and not reasons:
         reasons.append("no SCRIPT given: recover-run [options] SCRIPT [its arguments]")
     taken, against = readers.take_from_environment(namespace, environ)
