@@ -63,7 +63,7 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
 
     ``attempt``: number of earlier attempts to start this launch; ``without``: see ``LaunchSpec``.
     """
-    spec, reserved, started = None, None, (attempt, tuple(without))
+    spec, reserved = None, None
     try:
         spec, reserved = _prepare(argv)
         if spec.check:
@@ -75,7 +75,7 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
             if found := _forecast(spec):
                 log.info(f"{LOSSES}:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
-        spec = _started(spec, reserved, *started)
+        spec = _started(spec, reserved, attempt, without)
         others, lock = _lock_folders(spec)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:
@@ -83,8 +83,9 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
         else:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             log.info(f"no worker was started, for these reasons:{lines}")
+        reserved = reserved or error.reserved
         if understood := spec or error.spec:
-            _tell_others(_started(understood, reserved or error.reserved, *started), reserved or error.reserved, error)
+            _tell_others(_started(understood, reserved, attempt, without), reserved, error)
         return error.code
     if spec.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in spec.taken.items()))
@@ -146,9 +147,7 @@ def _prepare(argv: Sequence[str]) -> tuple[LaunchSpec, socket.socket | None]:
     return spec, reserved
 
 
-def _started(
-    spec: LaunchSpec, reserved: socket.socket | None, attempt: int = 0, without: tuple[int, ...] = ()
-) -> LaunchSpec:
+def _started(spec: LaunchSpec, reserved: socket.socket | None, attempt: int, without: Sequence[int]) -> LaunchSpec:
     """Return the launch with an id, and with what is known since its checks; ``reserved``: socket of node 0's store."""
     launch_id = secrets.token_hex(8)
     return replace(
@@ -158,7 +157,7 @@ def _started(
         run_id=launch_id,
         rendezvous_timeout=min(spec.rendezvous_timeout, AGAIN_SECONDS) if attempt else spec.rendezvous_timeout,
         attempt=attempt,
-        without=without,
+        without=tuple(without),
     )
 
 

@@ -255,7 +255,7 @@ def test_a_script_that_imports_megatrons_pretrain_is_known_by_that_whatever_its_
 
 
 def test_a_value_with_a_space_belongs_to_its_own_flag() -> None:
-    """It was taken as a second value of the flag before it."""
+    """A parser that does not know that flag would take it as a second value of the flag before it."""
     assert found(*GOOD, "--seq-length", "8", "--wandb-exp-name=a run of mine") == []
     script = Script.read(TRAINING, ["--seq-length", "8", "--wandb-exp-name=a run of mine", "--mock-data"])
     assert script.given == {"--seq-length": ["8"], "--wandb-exp-name": ["a run of mine"], "--mock-data": []}

@@ -231,7 +231,7 @@ def test_a_signal_that_nobody_has_looked_at_is_told_when_they_are_given_back(bef
 
 
 def test_a_signal_is_told_however_many_calls_of_threads_have_come_before_it(before: list[int]) -> None:
-    """As many as fill the socket that wakes asyncio's loop."""
+    """The calls fill the socket that wakes asyncio's loop."""
     told: list[int] = []
     loop = EventLoop()
     signals = LaunchSignals(loop, SimpleNamespace(pass_on=told.append))

@@ -68,7 +68,7 @@ OBSERVER = 10**9
 
 
 class Network(Enum):
-    """What a connection carries besides messages."""
+    """Events of a connection besides messages."""
 
     DIAL = "the member connects"
     ACCEPTED = "its host has accepted the connection"
@@ -77,7 +77,7 @@ class Network(Enum):
 
 
 def over_the_wire[T](message: Message, stage: Wire[T]) -> T:
-    """What arrives is what the real encoder and the real checks let through."""
+    """Return the message as it arrives: encoded, and parsed with all checks, by the real code."""
     return stage.parse(encode(message)[4:])
 
 

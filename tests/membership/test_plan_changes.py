@@ -45,7 +45,7 @@ def test_a_plan_is_received_as_it_was(
 
 
 def status_of(worker: int, iteration: int) -> dict[str, Any]:
-    """As a worker of Megatron sends it: eight to a node, in replicas of 64 (TP 8 x PP 8)."""
+    """Status of a worker of Megatron: eight workers on each node, in replicas of 64 (TP 8 x PP 8)."""
     node = f"node-{worker // 8:05d}"
     same = {"step": True, "total": 512, "flags": "0123456789abcdef", "code": "fedcba9876543210", "pace": 0.0}
     place = {"replica": worker // 64, "position": worker % 64, "node": node, "device": worker % 8}

@@ -1,4 +1,4 @@
-"""What a callback of the event loop may rely on, and what ends its round."""
+"""Promises of the event loop to its callbacks, and events that end a round."""
 
 from __future__ import annotations
 

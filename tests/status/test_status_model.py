@@ -52,12 +52,12 @@ VIEW = {
 
 
 def view(**fields: Any) -> View:
-    """That view with other ``fields``."""
+    """Return the view with other ``fields``."""
     return View(**{**VIEW, **fields})
 
 
 def seen(**fields: Any) -> RunStatus:
-    """What is read of it."""
+    """Return the status that is read from the view."""
     return read(view(**fields), "a:1")
 
 

@@ -190,6 +190,7 @@ def load(config: RecoverConfig) -> Program:
         # Only rank 0 prints these warnings, as in Megatron's script.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
+    collects = gc.isenabled()
     gc.disable()  # the imports leave little garbage; to search for it would take a fifth of their time
     try:
         choose_device(config)
@@ -197,7 +198,8 @@ def load(config: RecoverConfig) -> Program:
         if config.enabled:
             wrap("ArgumentGroupFactory._get_field_docstrings", _read_once)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     gc.freeze()  # what the modules hold lives until the end: no collection during the training has to examine it
     return program
 
