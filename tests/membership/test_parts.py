@@ -397,9 +397,10 @@ def test_a_worker_says_that_it_has_heard_when_its_callbacks_have_returned_and_is
     stopped, said = threading.Event(), []
     stops = lambda epoch, _: epoch == 2 and said.append(stopped.wait())  # noqa: E731
     with by_hand([[0, 1]], on_revoke=stops) as (session, coordinator):
-        joiner, _ = beside(lambda: session.join({}))
         coordinator.say(coordinator.revoke(1))
         assert coordinator.hear(Heard) == Heard(1, 1 << 32)
+        joiner, _ = beside(lambda: session.join({}))
+        coordinator.hear(Join)  # a join after the plan would ask for another one
         coordinator.say(coordinator.plan(1))
         joiner.join(DEADLINE)
         heard, _ = beside(lambda: session.wait_all_heard(1))
