@@ -281,6 +281,27 @@ def test_an_error_in_a_callback_ends_the_waits_instead_of_letting_them_hang(
             wait()
 
 
+def test_a_worker_whose_plan_was_altered_decides_from_no_other_plan_than_the_others(tmp_path: Path) -> None:
+    """It refuses the changes to that plan, comes back, and gets the next plan without them."""
+    with cluster(tmp_path) as run:
+        run.start_coordinators(2)
+        secret = read_secret_file(run.secret_file)
+        first, second = (Session.connect(run.addresses, number, secret) for number in range(2))
+        joiner, plans = beside(lambda: second.join({"own": 1}))
+        first.join({"own": 0})
+        joiner.join(DEADLINE)
+        plans[0].data["statuses"]["0"]["own"] = "altered"
+        joiner, plans = beside(lambda: second.join({"own": 1}))
+        changes = first.join({"own": 0}, "the plan shall change")
+        assert first.wait_revoked(DEADLINE)
+        whole = first.join({"own": 0})
+        joiner.join(DEADLINE)
+        assert [plan.epoch for plan in plans] == [whole.epoch] == [changes.epoch + 1]
+        assert plans[0].data == whole.data == changes.data
+        for session in (first, second):
+            session.leave()
+
+
 class ByHand:
     """A coordinator of one worker, whose messages the test writes."""
 

@@ -10,12 +10,14 @@ before, or have changed to the same value (the iteration).  ``pack`` sends only 
 
 Without a plan before (the first epoch, a newcomer), ``common`` still has what most statuses share, and the rest is
 compressed if it is large.  A plan of any other form is sent whole.  Packing loses nothing: ``unpack`` returns an equal
-plan, whichever way the plan was sent.
+plan, whichever way the plan was sent, and a digest of all statuses shows it.  So a member whose copy of the plan before
+was altered never decides from another plan than the others: it refuses the changes, and then gets the whole plan.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +37,7 @@ MOST = 256 << 20
 """Largest number of bytes to which a compressed plan may expand."""
 
 _bytes = msgspec.json.Encoder().encode
+_sorted_bytes = msgspec.json.Encoder(order="sorted").encode
 
 
 def pack(plan: Json, members: Workers, base: Json = None) -> dict[str, Json]:
@@ -57,7 +60,7 @@ def pack(plan: Json, members: Workers, base: Json = None) -> dict[str, Json]:
         if lacking := [name for name in expected if name not in status]:
             without[worker] = lacking
     rest = {name: value for name, value in plan.items() if name not in ("members", "statuses")}
-    packed = {"rest": rest, "common": common, "own": own}
+    packed = {"rest": rest, "common": common, "own": own, "digest": _digest(statuses)}
     return _compressed({**packed, "without": without} if without else packed)
 
 
@@ -104,7 +107,7 @@ def _expanded(text: str) -> Json:
 def unpack(packed: Any, members: Workers, base: Json = None) -> Json:
     """Return the plan that ``pack`` was given; ``members`` and ``base`` must be the same as there.
 
-    None is no plan.  Raises ValueError if ``packed`` is no packed plan.
+    None is no plan.  Raises ValueError if ``packed`` is no packed plan, or if its digest differs because ``base`` does.
     """
     if type(packed) is dict and type(text := packed.get("zlib")) is str:
         packed = _expanded(text)
@@ -126,6 +129,8 @@ def unpack(packed: Any, members: Workers, base: Json = None) -> Json:
         except (TypeError, KeyError) as error:
             raise ValueError(f"the packed status of worker {worker} is not valid") from error
         statuses[worker] = status
+    if _digest(statuses) != packed.get("digest"):
+        raise ValueError("the packed plan has another digest: it has the changes to another plan than the one held")
     return {"members": sorted(members), "statuses": statuses, **rest}
 
 
@@ -147,6 +152,11 @@ def _common(statuses: Mapping[str, Mapping[str, Json]], before: Mapping[str, Map
         old = before.get(worker, {})
         changes.update((name, _bytes(value)) for name, value in statuses[worker].items() if not _has(old, name, value))
     return {name: msgspec.json.decode(value) for (name, value), count in changes.items() if 2 * count > len(sample)}
+
+
+def _digest(statuses: Mapping[str, Json]) -> str:
+    """Return a digest of statuses in the order of their workers; the order of their fields does not count."""
+    return hashlib.blake2b(_sorted_bytes(list(statuses.values())), digest_size=8).hexdigest()
 
 
 def _has(status: Mapping[str, Json], name: str, value: Json) -> bool:

@@ -204,15 +204,14 @@ class Member(Follower):
         return to_coordinator.Join(opened.epoch, status, self.done, self.idle_in, self.vacant, self._holds, plan)
 
     def _planned(self, message: to_member.Plan) -> None:
-        formed, before = message.formed(), self.plan.data if self.plan is not None else None
-        if message.base not in (NO_PLAN, self._holds):
+        formed, before, held = message.formed(), self.plan.data if self.plan is not None else None, self._holds
+        self._holds = NO_PLAN  # if this plan is refused, the next one must not be changes
+        if message.base not in (NO_PLAN, held):
             raise WireError(f"a plan that changes the plan of epoch {message.base[0]}, which is not held")
         try:
             data = unpack(message.data, formed.members, before if message.base != NO_PLAN else None)
         except ValueError as error:
             raise WireError(str(error)) from error
-        self.plan, self._holds = (
-            Plan(formed.epoch, formed.members, message.committed, data),
-            (formed.epoch, formed.term),
-        )
+        self.plan = Plan(formed.epoch, formed.members, message.committed, data)
+        self._holds = formed.epoch, formed.term
         self._status = None
