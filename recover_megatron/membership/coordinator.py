@@ -357,7 +357,7 @@ class Coordinator:
             elif isinstance(message, to_coordinator.Candidate):
                 self._candidates.has(peer, message.address)
             elif isinstance(message, to_coordinator.Beat):
-                self._out.send([session], to_member.Beat())
+                self._out.send([session], to_member.Beat(message.number))
             else:
                 self.roster.from_node_agent(peer, message, self.leadership.term, now)
         elif isinstance(message, to_coordinator.Observe | to_coordinator.Drain):
@@ -384,7 +384,7 @@ class Coordinator:
         match message:
             case to_coordinator.Heartbeat():
                 worker.progress.heartbeat(message, now, may_wait=steady and worker.done <= epochs.committed)
-                self._out.send([session], to_member.Beat())
+                self._out.send([session], to_member.Beat(message.number))
             case to_coordinator.Join() if worker.fate is Fate.ASIDE:
                 self.roster.take_back(worker, now)
             case to_coordinator.Join():

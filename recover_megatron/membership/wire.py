@@ -31,7 +31,7 @@ from recover_megatron.network import connection
 from recover_megatron.network.connection import WireError
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 MAX_HANDSHAKE = 4 << 10
 """Maximum bytes of one message before the other side has proved that it knows the secret."""

@@ -13,7 +13,7 @@ from script import play, table
 from simulation import SETTINGS, World, attach
 
 from recover_megatron.membership.ending import ExceptionReport, ExceptionReports, alike, true_cause
-from recover_megatron.membership.events import Heard, Lost, Notify, Outbox, Say, Tick
+from recover_megatron.membership.events import Accepted, Connected, Heard, Lost, Notify, Outbox, Say, Tick
 from recover_megatron.membership.leadership import can_tell
 from recover_megatron.membership.messages import to_coordinator
 from recover_megatron.membership.messages.to_coordinator import MAX_TRACEBACK
@@ -209,16 +209,31 @@ def test_a_member_that_has_slept_for_longer_than_it_may_be_silent_is_not_in_touc
     member.handle(Tick(), world.now + SETTINGS.heartbeat_interval)
     awake = world.now + SETTINGS.heartbeat_timeout + 2 * SETTINGS.heartbeat_interval
     assert not member.in_touch(awake)
-    beats = [Heard(Beat())] * len(member._asked)
-    for beat in beats:
-        member.handle(beat, awake)
-    assert not member.in_touch(awake), "the answers lay there while it slept"
-    member.handle(Tick(), awake)
-    member.handle(beats[0], awake + 1)
+    (asleep,) = [effect.message.number for effect in member.handle(Tick(), awake) if isinstance(effect, Say)]
+    member.handle(Heard(Beat(asleep - 1)), awake)
+    assert not member.in_touch(awake), "the answer lay there while it slept"
+    for _ in range(9):
+        member.handle(Heard(Beat()), awake)
+    assert not member.in_touch(awake), "the coordinator has asked for a heartbeat, and may not have received the last"
+    member.handle(Heard(Beat(asleep)), awake + 1)
     assert member.in_touch(awake + 1)
     member.handle(Heard(Lead(member.presentation.term + 1)), awake + 1)
     assert not member.in_touch(awake + 1), "another one may have put it out of its epoch"
     assert member.in_touch(awake + 1, in_epoch=False)
+
+
+def test_a_launcher_that_slept_is_up_to_date_only_after_the_answer_to_its_last_heartbeat() -> None:
+    launcher = NodeAgentClient("n", "0" * 32, 1, SETTINGS, 0.0)
+    for event in (Tick(), Accepted(), Connected()):
+        sent = launcher.handle(event, 0.0)
+    for number in (1, 2):
+        assert sent[-1] == Say(to_coordinator.Beat(number))
+        for _ in range(3):
+            launcher.handle(Heard(Beat()), 0.0)
+            assert not launcher.up_to_date, "the coordinator has asked for a heartbeat because the launcher was silent"
+        launcher.handle(Heard(Beat(number)), 0.0)
+        assert launcher.up_to_date
+        sent = launcher.ask()
 
 
 ERROR = "RuntimeError: the loss is not a number"

@@ -49,7 +49,10 @@ Hello = Attach | AttachNodeAgent
 
 
 class Heartbeat(f.Message, frozen=True):
-    """A worker's last mark. ``place``: replica, position, quota; ``loss``: step and loss (None: it is not finite)."""
+    """A worker's last mark. ``place``: replica, position, quota; ``loss``: step and loss (None: it is not finite).
+
+    ``number``: as in ``Beat``.
+    """
 
     count: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     iteration: f.Number
@@ -60,10 +63,13 @@ class Heartbeat(f.Message, frozen=True):
     place: tuple[_Place, _Place, _Place] | None = None
     goes_back: bool = False
     loss: tuple[f.Number, float | None] | None = None
+    number: f.Number = 0
 
 
 class Beat(f.Message, frozen=True):
-    """Sign of life of a launcher, which the coordinator answers."""
+    """Sign of life of a launcher. The answer repeats ``number``, which counts the heartbeats of the sender from 1."""
+
+    number: f.Number = 0
 
 
 class Join(f.OfEpoch, frozen=True):

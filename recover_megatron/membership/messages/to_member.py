@@ -11,7 +11,9 @@ from recover_megatron.membership.records import MOST_ADDED, Runs
 
 
 class Beat(f.Message, frozen=True):
-    """Answer to a heartbeat, or a request for one."""
+    """Answer to the heartbeat with the number ``answers``; 0: this is a request for a heartbeat."""
+
+    answers: f.Number = 0
 
 
 class Standby(f.Message, frozen=True):

@@ -90,8 +90,9 @@ class Follower:
         self._alone_since = now
         self._move_at: float | None = now  # time at which to try the next candidate; None: stay
         self._failures = 0
-        self._asked = deque[float]()  # send times of unanswered beats
-        self._answered = -math.inf  # send time of the last answered beat
+        self._beats = 0  # number of the last heartbeat
+        self._asked = deque[tuple[int, float]]()  # numbers and send times of unanswered heartbeats
+        self._answered = -math.inf  # send time of the last answered heartbeat
         self._silent = False  # True if the last coordinator was left because of silence
         self._accepted = False  # True if the host of the last dialed candidate has accepted the connection
         self._mute: set[int] = set()  # candidates that have sent nothing although their host has accepted a connection
@@ -211,8 +212,12 @@ class Follower:
             self._effects.append(Dial(self.candidate))
         elif self._connected and now >= self._beat_at:
             self._beat_at = now + self.settings.heartbeat_interval
-            self._asked.append(now)
-            self._say(self.beat)
+            self._say(self._next_beat(now))
+
+    def _next_beat(self, now: float = -math.inf) -> to_coordinator.Heartbeat | to_coordinator.Beat:
+        self._beats += 1
+        self._asked.append((self._beats, now))
+        return replace(self.beat, number=self._beats)
 
     def _set_deadline(self) -> None:
         times = [self._beat_at, self._heard + self.settings.heartbeat_timeout + 0.001] if self._connected else []
@@ -235,9 +240,9 @@ class Follower:
     def _on(self, message: to_member.ToMember, now: float) -> None:
         presentation = self.presentation
         match message:
-            case to_member.Beat():
-                if self._asked:
-                    self._answered = self._asked.popleft()
+            case to_member.Beat(answers):
+                while self._asked and self._asked[0][0] <= answers:
+                    self._answered = max(self._answered, self._asked.popleft()[1])
                 self._reached(now)
             case to_member.Standby():
                 self._reached(now)

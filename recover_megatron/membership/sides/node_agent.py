@@ -45,7 +45,6 @@ class NodeAgentClient(Follower):
         self._own: tuple[str, int] | None = None  # this launcher's candidate, if added after the launch
         self.attached = False
         """True once a candidate has proved that it belongs to this run."""
-        self._unanswered = 0  # number of beats without an answer
         self._unanswered_dial: int | None = None
         self._refused: dict[int, float] = {}  # candidate -> time since which its host refuses connections
 
@@ -81,8 +80,8 @@ class NodeAgentClient(Follower):
                 self._tried(self._unanswered_dial, None)
             self._unanswered_dial = self.candidate
         if isinstance(event, Connected):
-            self.attached, self._unanswered = True, 0
-            self._say(self.beat)
+            self.attached = True
+            self._say(self._next_beat())
             if self._own is not None:
                 self._say(to_coordinator.Candidate(self._own))
             if self._stopping:
@@ -110,18 +109,13 @@ class NodeAgentClient(Follower):
     @property
     def up_to_date(self) -> bool:
         """True if a coordinator is reached, and all messages that it sent before the last answer have arrived."""
-        return self._connected and self._unanswered <= 0
+        return self._connected and not self._asked
 
     def ask(self) -> list[MemberEffect]:
         """Send ``beat`` to the coordinator; the answer makes this client ``up_to_date`` again."""
-        return self._report(self.beat)
-
-    def _say(self, message: to_coordinator.ToCoordinator) -> None:
-        self._unanswered += isinstance(message, to_coordinator.Beat)
-        super()._say(message)
+        return self._report(self._next_beat())
 
     def _on(self, message: to_member.ToMember, now: float) -> None:
-        self._unanswered -= isinstance(message, to_member.Beat)
         if isinstance(message, to_member.Kill):
             self.condemned |= {message.worker, *from_runs(message.together)}
         super()._on(message, now)
