@@ -7,13 +7,14 @@ Measured for each N:
     the time until all workers have the first plan
     the processor time of the coordinator per second without deaths, with a heartbeat of each worker every second
     the time and the processor time of the coordinator to commit one iteration
-    the time from a worker's death until the last survivor has the new plan, over several deaths
-
+    the time from a worker's death until the last survivor has the new plan, over several deaths, and the processor
+    time of the coordinator per death
     the time from a hundred deaths at once until the last survivor has the new plan
+    the time from the coordinator's death until the last survivor has a plan of the next candidate
 
 The simulated workers have the statuses of Megatron's (TP 8 x PP 8, eight workers to a node).  They share one process
-and one core, so the times include the work of all workers; they do not parse the plans, which real workers do in
-parallel.
+and one core, so the times include the work of all workers; only one of them reads the plans, which real workers do
+in parallel.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.megatron_runs import command_line, coordinator, write
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.membership import wire
-from recover_megatron.membership.messages.fields import NO_PLAN, NOTHING, Message, PlanId
-from recover_megatron.membership.messages.to_coordinator import Attach, Done, Heartbeat, Join
+from recover_megatron.membership.messages.fields import NO_PLAN, NOTHING, Epoch, Message, PlanId, Presented
+from recover_megatron.membership.messages.plan_changes import pack, unpack
+from recover_megatron.membership.messages.to_coordinator import (
+    Ack,
+    Attach,
+    AttachNodeAgent,
+    Beat,
+    Done,
+    Heard,
+    Heartbeat,
+    Join,
+)
 from recover_megatron.membership.messages.to_member import Commit, Plan, Revoke, ToMember
-from recover_megatron.membership.records import WorkerId
+from recover_megatron.membership.records import Json, Runs, WorkerId, from_runs
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import Decoder
 
@@ -76,37 +87,47 @@ def status_of(worker: int) -> msgspec.Raw:
 
 @dataclass
 class Simulated:
-    """Simulated worker.  ``committed``: last iteration whose commit it has received."""
+    """Simulated worker, or the launcher of a node.  ``committed``: last iteration whose commit it has received."""
 
     number: int
-    sock: socket.socket
-    decoder: Decoder
-    status: msgspec.Raw
+    status: msgspec.Raw | None
+    """None for a launcher."""
+    sock: socket.socket = field(init=False)
+    decoder: Decoder = field(init=False)
     holds: PlanId = NO_PLAN
     committed: int = 0
     attached: bool = False
 
 
 class Crowd:
-    """All simulated workers."""
+    """All simulated workers, and a launcher for each eight of them."""
 
-    def __init__(self, address: tuple[str, int], workers: int, secret: Secret) -> None:
+    def __init__(self, workers: int, secret: Secret) -> None:
         self.secret = secret
         self.selector = selectors.DefaultSelector()
-        self.workers: dict[int, Simulated] = {}
-        self._address = address
+        self.workers = {number: Simulated(number, status_of(number)) for number in range(workers)}
+        self.launchers = [Simulated(number, None) for number in range(0, workers, 8)]
+        self._plan: Json = None  # the newest plan
+        self._known = NOTHING  # presentation of the workers that have it
         self._beat_at = time.monotonic() + HEARTBEAT
         self._beats = 0
         self.newest = 0
         self.holding: Counter[tuple[str, int]] = Counter()  # ("plan", epoch) or ("commit", iteration) -> receivers
-        for number in range(workers):
-            sock = socket.create_connection(address, timeout=30)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setblocking(False)
-            worker = Simulated(number, sock, Decoder(wire.MAX_TO_MEMBER), status_of(number))
-            self.workers[number] = worker
-            self.selector.register(sock, selectors.EVENT_READ, worker)
-            if number % 50 == 49:
+
+    def attach(self, port: int) -> None:
+        """Connect all members to the candidate at ``port``, in place of the coordinator that they had."""
+        members = [*self.launchers, *self.workers.values()]
+        for worker in members:
+            if worker.attached:
+                self._close(worker)
+                worker.attached = False
+        for worker in members:
+            worker.sock = socket.create_connection(("127.0.0.1", port), timeout=30)
+            worker.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            worker.sock.setblocking(False)
+            worker.decoder = Decoder(wire.MAX_TO_MEMBER)
+            self.selector.register(worker.sock, selectors.EVENT_READ, worker)
+            if worker.number % 50 == 49:
                 self.serve(0.0)
 
     def serve(self, seconds: float) -> None:
@@ -116,7 +137,8 @@ class Crowd:
         if time.monotonic() >= self._beat_at:
             self._beat_at += HEARTBEAT
             self._beats += 1
-            self.send(Heartbeat(self._beats, 1, "compute", waiting=False, allow=0.0))
+            self.send(Heartbeat(self._beats, 1, "compute", waiting=False, allow=0.0, number=self._beats))
+            self.send(Beat(self._beats), self.launchers)
 
     def until(self, reached: Callable[[], bool], seconds: float = 300.0) -> float:
         """Call ``serve`` until ``reached()`` is true; return the seconds that this took."""
@@ -133,14 +155,16 @@ class Crowd:
 
     def die(self, number: int) -> None:
         """Close the connection of a worker, as the kernel does when a worker dies."""
-        worker = self.workers.pop(number)
+        self._close(self.workers.pop(number))
+
+    def _close(self, worker: Simulated) -> None:
         self.selector.unregister(worker.sock)
         worker.sock.close()
 
-    def send(self, message: Message) -> None:
-        """Send a message from all attached workers."""
+    def send(self, message: Message, members: Iterable[Simulated] = ()) -> None:
+        """Send a message from the attached ``members``; default: all workers."""
         frame = wire.encode(message)
-        for worker in self.workers.values():
+        for worker in members or self.workers.values():
             if worker.attached:
                 worker.sock.send(frame)
 
@@ -155,13 +179,27 @@ class Crowd:
                     worker.sock.send(wire.encode(self.secret.answer(message)[0]))
                 case wire.Proof():
                     worker.attached = True
-                    attach = Attach(WorkerId(worker.number), f"{worker.number:032x}", "simulated", 1, NOTHING, done=0)
-                    worker.sock.send(wire.encode(attach))
+                    node, incarnation = f"node-{worker.number // 8:05d}", f"{worker.number:032x}"
+                    process = WorkerId(worker.number), incarnation, node, 1, self._known
+                    attach = Attach(*process, done=worker.committed, node_agent=node)
+                    running = Runs([[worker.number, worker.number + 7]])
+                    launcher = AttachNodeAgent(node, incarnation, self._known, running)
+                    worker.sock.send(wire.encode(attach if worker.status else launcher))
+                case Revoke() if worker.status is None:
+                    worker.sock.send(wire.encode(Ack(message.epoch, message.term)))
                 case Revoke():
-                    join = Join(message.epoch, worker.status, worker.committed, holds=worker.holds)
+                    worker.sock.send(wire.encode(Heard(message.epoch, message.term)))
+                    asked = message.present_plan == worker.number
+                    plan = pack(self._plan, from_runs(self._known.formed.members)) if asked else None
+                    join = Join(message.epoch, worker.status, worker.committed, holds=worker.holds, plan=plan)
                     worker.sock.send(wire.encode(join))
-                case Plan():
+                case Plan() if worker.status is not None:
                     worker.holds = message.epoch, message.term
+                    if self.newest < message.epoch:
+                        formed = Epoch(message.epoch, message.term, message.members)
+                        self._known = Presented(message.term, formed, message.committed, Runs(), Runs())
+                        base = self._plan if message.base != NO_PLAN else None
+                        self._plan = unpack(message.data, from_runs(message.members), base)
                     self.holding["plan", message.epoch] += 1
                     self.newest = max(self.newest, message.epoch)
                 case Commit():
@@ -184,7 +222,8 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
     ):
         process = psutil.Process(started.pid)
         start = time.monotonic()
-        crowd = Crowd(("127.0.0.1", port), workers, Secret(secret.encode()))
+        crowd = Crowd(workers, Secret(secret.encode()))
+        crowd.attach(port)
         crowd.until(lambda: crowd.all_hold("plan", crowd.newest))
         formed = time.monotonic() - start
 
@@ -200,18 +239,26 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
             agreed.append(crowd.until(lambda t=iteration: crowd.all_hold("commit", t)))
         agree_cpu = (processor_seconds(process) - before) / rounds
 
-        recovered = []
+        recovered, before = [], processor_seconds(process)
         for victim in range(deaths):
             at = time.monotonic()
             crowd.die(victim)
             old = crowd.newest
             crowd.until(lambda e=old: crowd.newest > e and crowd.all_hold("plan", crowd.newest))
             recovered.append(time.monotonic() - at)
+        death_cpu = (processor_seconds(process) - before) / deaths
         at, old = time.monotonic(), crowd.newest
         for victim in range(deaths, deaths + MANY):
             crowd.die(victim)
         crowd.until(lambda: crowd.newest > old and crowd.all_hold("plan", crowd.newest))
         together = time.monotonic() - at
+        memory = process.memory_info().rss
+        with coordinator(workers, Path(folder) / "next.jsonl", secret, "--heartbeat-timeout", "60") as (_, next_port):
+            at, old = time.monotonic(), crowd.newest
+            process.kill()
+            crowd.attach(next_port)
+            crowd.until(lambda: crowd.newest > old and crowd.all_hold("plan", crowd.newest))
+            failover = time.monotonic() - at
         return {
             "workers": workers,
             "first_plan_s": round(formed, 3),
@@ -220,8 +267,10 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
             "agree_cpu_ms": round(agree_cpu * 1e3, 1),
             "death_to_last_plan_median_ms": round(statistics.median(recovered) * 1e3, 1),
             "death_to_last_plan_worst_ms": round(max(recovered) * 1e3, 1),
+            "death_cpu_ms": round(death_cpu * 1e3, 1),
             "hundred_deaths_ms": round(together * 1e3, 1),
-            "coordinator_mib": round(process.memory_info().rss / 2**20, 1),
+            "failover_s": round(failover, 2),
+            "coordinator_mib": round(memory / 2**20, 1),
         }
 
 

@@ -28,8 +28,9 @@ The candidate of a launcher without a session is not in the list.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from recover_megatron.membership.detect import WorkerProgress
@@ -53,13 +54,15 @@ class Admission:
     _rendezvous: Rendezvous
     _drains: Drains
     _out: Outbox
+    _presented: set[bytes] = field(default_factory=set)
+    """Presentations that were recorded; recording one again changes nothing."""
 
     def worker(self, session: int, message: to_coordinator.Attach, now: float) -> None:
         """Attach the worker that sent ``message``, or refuse it.
 
         The worker may be new, may have lost its connection, or may come from another coordinator.
         """
-        number, newcomer = message.worker, message.newcomer
+        number, newcomer, evidence = message.worker, message.newcomer, self._leadership.evidence
         if newcomer:
             self._roster.meet([number])
         worker = self._roster.workers.get(number)
@@ -102,7 +105,7 @@ class Admission:
         elif new:
             if self._leadership.witness.lets_in(number, self._epochs.formed):
                 self._roster.changes.append(f"{worker.name} {ADMITTED}")
-        elif number not in self._leadership.evidence.target | self._leadership.evidence.aside:
+        elif number not in evidence.target and number not in evidence.aside:
             self._roster.exclude(worker, "it was evicted earlier in the run", now)
 
     def node_agent(self, session: int, message: to_coordinator.AttachNodeAgent, now: float) -> None:
@@ -124,7 +127,7 @@ class Admission:
     def _why_barred(self, worker: Member, message: to_coordinator.Attach, new: bool) -> str:
         """Return why a process may not attach as ``worker``; empty if it may."""
         evidence = self._leadership.evidence
-        if worker.number in evidence.dead | evidence.left and self._leadership.term > 0:
+        if self._leadership.term > 0 and (worker.number in evidence.dead or worker.number in evidence.left):
             return f"worker {worker.number} has ended"
         if worker.fate not in (Fate.LIVE, Fate.ASIDE):
             return f"worker {worker.number} is known as {'evicted' if worker.fate is Fate.OUT else worker.fate.value}"
@@ -145,9 +148,12 @@ class Admission:
 
         Until this coordinator has formed an epoch, a presentation may contain an epoch that it does not know.
         """
-        presentation = presented.presentation()
-        news = self._leadership.presented(presentation)
-        self._roster.meet(presentation.mentioned)
+        news, text = False, msgspec.json.encode(presented)
+        if text not in self._presented:  # else 16,384 workers that present the same would cost 16,384 x 16,384
+            self._presented.add(text)
+            presentation = presented.presentation()
+            news = self._leadership.presented(presentation)
+            self._roster.meet(presentation.mentioned)
         if self._leadership.term == 0:
             self._out.send([session], to_member.Standby())
         elif self._rendezvous.is_open:

@@ -47,7 +47,7 @@ class Epochs:
         self.formed = Formed(0, frozenset(roster.workers))
         self.own = False
         """True if this coordinator has formed the last epoch."""
-        self._base: tuple[PlanId, Json] = NO_PLAN, None  # the plan before, if this coordinator has formed it, too
+        self._base: tuple[PlanId, Json] = NO_PLAN, None  # the plan before, if it is known
         self.plan: Json = None
         """Plan of the last epoch, from the planner or from a member that has presented it; None: not known."""
         self.committed = 0
@@ -67,7 +67,8 @@ class Epochs:
 
     def adopt(self, evidence: Evidence) -> None:
         """Adopt the newest epoch, the last commit and the ended workers that members have presented."""
-        self.formed = evidence.formed
+        if evidence.formed != self.formed:
+            self.formed, self.plan = evidence.formed, None
         self.committed = max(self.committed, evidence.committed)
         self._roster.merge_ends(evidence.dead, evidence.left)
 
@@ -94,7 +95,7 @@ class Epochs:
     def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...]) -> None:
         """Form the epoch of a rendezvous that all members have joined. Raises RunOver if no plan is possible."""
         previous, workers = self.formed, self._roster.workers
-        self._base = ((previous.epoch, previous.term), self.plan) if self.own else (NO_PLAN, None)
+        self._base = (previous.plan_id, self.plan) if self.plan is not None else (NO_PLAN, None)
         self.formed = Formed(opened.epoch, opened.members, opened.term)
         self.commit(self.formed.members & previous.members - self._roster.idle(previous))
         members = tuple(sorted(self.formed.members))
@@ -173,10 +174,7 @@ class Epochs:
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
     def commit(self, reporters: Workers) -> bool:
-        """Commit the last iteration that all ``reporters`` (members with a part in the epoch) have reported done.
-
-        Return False if that iteration was committed before.
-        """
+        """Commit the iteration that all ``reporters``, members with a part, have reported; False: it was before."""
         workers = self._roster.workers
         decided = min((workers[number].done for number in reporters), default=0)
         new = decided > self.committed
@@ -259,13 +257,15 @@ class RevokeConfirmations:
     @property
     def missing(self) -> Workers:
         """Live and set-aside workers whose confirmation has not arrived."""
-        fates = Fate.LIVE, Fate.ASIDE
-        return frozenset(number for number in self._missing if self._roster.workers[number].fate in fates)
+        return frozenset(filter(self._counts, self._missing))
+
+    def _counts(self, number: WorkerId) -> bool:
+        return self._roster.workers[number].fate in (Fate.LIVE, Fate.ASIDE)
 
     @property
     def due(self) -> bool:
         """True if all confirmations have arrived, but the message ``AllHeard`` has not been sent."""
-        return not self.announced and not self.missing
+        return not self.announced and not any(map(self._counts, self._missing))
 
     def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
         """Send ``AllHeard`` to all workers if it is due and allowed (``may``), and restart their hang timeouts."""
@@ -352,7 +352,7 @@ class Rendezvous:
         if isinstance(message.status, dict) and isinstance(node := message.status.get("node"), str) and node:
             worker.node = node[:256]
         worker.progress.marked = worker.progress.waiting_since = now
-        if message.plan is not None and not self._epochs.own:
+        if message.plan is not None and not self._epochs.own and message.holds == self._epochs.formed.plan_id:
             self._epochs.plan = presented(message.plan, self._epochs.formed.members)
 
     def withdraw(self, worker: Member) -> None:

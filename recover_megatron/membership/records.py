@@ -125,6 +125,11 @@ class Formed:
     members: Workers
     term: int = 0
 
+    @property
+    def plan_id(self) -> tuple[int, int]:
+        """Epoch and term, which no two plans share."""
+        return self.epoch, self.term
+
 
 class Opened(Formed):
     """A rendezvous that was opened, even if its epoch was not formed; ``members``: the workers that it waits for."""

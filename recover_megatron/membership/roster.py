@@ -172,7 +172,7 @@ class Roster:
     @property
     def newcomers(self) -> Workers:
         """Connected workers that wait for a plan: newcomers, and workers back after they were set aside."""
-        return frozenset(n for n in self.reached if self.workers[n].new)
+        return frozenset(n for n, w in self.workers.items() if w.new and w.session is not None and w.fate is Fate.LIVE)
 
     @property
     def returning(self) -> Workers:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster
+from msgspec.structs import replace
 from script import Script, play, table
-from simulation import SETTINGS, attach
+from simulation import SETTINGS, World, attach
 
+from recover_megatron.membership.epochs import RevokeConfirmations
 from recover_megatron.membership.events import Received, Send
 from recover_megatron.membership.messages.fields import NO_PLAN
+from recover_megatron.membership.messages.to_coordinator import Join
 from recover_megatron.membership.messages.to_member import Plan
-from recover_megatron.membership.records import Fenced
+from recover_megatron.membership.records import Evidence, Fenced, Json, Opened
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.member import Member
 
@@ -53,8 +57,9 @@ def test_newcomers(script: str) -> None:
     play(script)
 
 
-def test_only_who_holds_the_plan_before_gets_the_changes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer gets all of it; after the coordinator's death everybody does, since the next one has not made it."""
+@pytest.mark.parametrize("presented", ["the plan", "another plan", "no plan"])
+def test_only_who_holds_the_plan_before_gets_the_changes_to_it(presented: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer gets all of it; after the coordinator's death everybody does, unless a member presented the plan."""
     bases: dict[tuple[int, int], tuple[int, int]] = {}
     planned = Member._planned
 
@@ -62,7 +67,16 @@ def test_only_who_holds_the_plan_before_gets_the_changes_to_it(monkeypatch: pyte
         bases[message.epoch, self._worker] = message.base
         planned(self, message)
 
+    joins = Member._join_message
+
+    def presents(self: Member, opened: Opened, status: Json) -> Join:
+        join = joins(self, opened, status)
+        if join.plan is None or presented == "the plan":
+            return join
+        return replace(join, plan=None) if presented == "no plan" else replace(join, holds=(1, 1))
+
     monkeypatch.setattr(Member, "_planned", noted)
+    monkeypatch.setattr(Member, "_join_message", presents)
     world = three_nodes(joining=1).it
     world.run_fairly(10)
     world.kill_coordinator(0)
@@ -70,7 +84,30 @@ def test_only_who_holds_the_plan_before_gets_the_changes_to_it(monkeypatch: pyte
     first, second, third = sorted({epoch for epoch, _ in bases})
     assert {bases[first, n] for n in range(3)} == {NO_PLAN}
     assert [bases[second, n] for n in range(4)] == [(first, world.formed[first][0])] * 3 + [NO_PLAN]
-    assert {bases[third, n] for n in range(4)} == {NO_PLAN}
+    before = (second, world.formed[second][0]) if presented == "the plan" else NO_PLAN
+    assert {bases[third, n] for n in range(4)} == {before}
+
+
+def test_what_a_failover_costs_per_member_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(kind: type[object], name: str) -> None:
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *given: (calls.update([name]), method(*given))[1])
+
+    count(Evidence, "add")  # costs as much as there are members
+    count(RevokeConfirmations, "_counts")
+    costs = []
+    for workers in (12, 48):
+        world = World(workers, nodes=3)
+        world.run_fairly(4.0)
+        calls.clear()
+        world.kill_coordinator(0)
+        world.run_fairly(30.0)
+        assert len(world.order) == 2
+        costs.append((calls["add"], calls["_counts"] / workers))
+    assert costs[1][0] == costs[0][0] <= 4
+    assert costs[1][1] < 2 * costs[0][1]
 
 
 def test_two_newcomers_at_once_cost_one_epoch() -> None:

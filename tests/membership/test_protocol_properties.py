@@ -472,7 +472,7 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
 
 def hears_itself(patch: pytest.MonkeyPatch) -> None:
     """Whoever is told of a rendezvous is taken to have heard it."""
-    patch.setattr(RevokeConfirmations, "missing", frozenset())
+    patch.setattr(RevokeConfirmations, "_counts", lambda self, number: False)
 
 
 PARTITIONED = [("partition", 1, 1), *[("run", 3, 0)] * 16]

@@ -213,5 +213,5 @@ class Member(Follower):
         except ValueError as error:
             raise WireError(str(error)) from error
         self.plan = Plan(formed.epoch, formed.members, message.committed, data)
-        self._holds = formed.epoch, formed.term
+        self._holds = formed.plan_id
         self._status = None
