@@ -52,6 +52,12 @@ def status_of(worker: int, iteration: int) -> dict[str, Any]:
     return {**place, **same, "at": iteration, "iteration": iteration, "peer_store": f"10.0.{worker // 8}.1:{worker}"}
 
 
+def test_the_change_of_one_position_is_sent_for_its_workers_only() -> None:
+    base, plan = (plan_of({WorkerId(n): {"at": at if n % 16 == 0 else 0} for n in range(256)}) for at in (0, 1))
+    packed = pack(plan, Workers(range(256)), base)
+    assert (packed["common"], len(packed["own"])) == ({}, 16)
+
+
 def test_what_a_survivor_gets_does_not_grow_with_the_number_of_workers() -> None:
     sizes = []
     for world in (128, 2048):

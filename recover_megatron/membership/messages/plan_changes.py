@@ -146,7 +146,7 @@ def _statuses(plan: Json) -> Mapping[str, Mapping[str, Json]] | None:
 def _common(statuses: Mapping[str, Mapping[str, Json]], before: Mapping[str, Mapping[str, Json]]) -> dict[str, Json]:
     """Return the changes that most of some statuses share."""
     workers = list(statuses)
-    sample = workers[:: max(1, len(workers) // SAMPLES)]
+    sample = workers[:: len(workers) // SAMPLES | 1]  # an odd step, else all could have the same position
     changes: Counter[tuple[str, bytes]] = Counter()
     for worker in sample:
         old = before.get(worker, {})
