@@ -42,8 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import command_line, coordinator, write
 from recover_megatron.instep.decision import JoinStatus
-from recover_megatron.membership import wire
-from recover_megatron.membership.messages.fields import NO_PLAN, NOTHING, Epoch, Message, PlanId, Presented
+from recover_megatron.membership.messages.fields import NO_PLAN, NOTHING, Epoch, Message, PlanId, Presented, read_runs
 from recover_megatron.membership.messages.plan_changes import pack, unpack
 from recover_megatron.membership.messages.to_coordinator import (
     Ack,
@@ -57,12 +56,13 @@ from recover_megatron.membership.messages.to_coordinator import (
 )
 from recover_megatron.membership.messages.to_member import Commit, Plan, Revoke, ToMember
 from recover_megatron.membership.records import Json, Runs, WorkerId, from_runs
-from recover_megatron.membership.wire import Secret
-from recover_megatron.network.connection import Decoder
+from recover_megatron.membership.wire import MAX_TO_MEMBER, Secret
+from recover_megatron.network import messages as wire
+from recover_megatron.network.messages import Decoder
 
 HEARTBEAT = 1.0
 MANY = 100
-SENT: wire.Stage[Message] = wire.Stage(wire.Challenge | wire.Proof | ToMember, wire.MAX_TO_MEMBER)
+SENT: wire.Stage[Message] = wire.Stage(wire.Challenge | wire.Proof | ToMember, MAX_TO_MEMBER, read_runs)
 """All messages of a coordinator."""
 
 
@@ -125,7 +125,7 @@ class Crowd:
             worker.sock = socket.create_connection(("127.0.0.1", port), timeout=30)
             worker.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             worker.sock.setblocking(False)
-            worker.decoder = Decoder(wire.MAX_TO_MEMBER)
+            worker.decoder = Decoder()
             self.selector.register(worker.sock, selectors.EVENT_READ, worker)
             if worker.number % 50 == 49:
                 self.serve(0.0)
@@ -173,7 +173,7 @@ class Crowd:
         if not data:
             raise ConnectionError(f"the coordinator closed the session of worker {worker.number}")
         worker.decoder.feed(data)
-        while (body := worker.decoder.next()) is not None:
+        while (body := worker.decoder.next(MAX_TO_MEMBER)) is not None:
             match message := parsed(body):
                 case wire.Challenge():
                     worker.sock.send(wire.encode(self.secret.answer(message)[0]))

@@ -72,7 +72,6 @@ from recover_megatron.collectives.gloo.abortable_groups import GlooGroups
 from recover_megatron.collectives.state.holder import Offer, Offers
 from recover_megatron.collectives.state.receiver import Receiver, Source
 from recover_megatron.collectives.state.trees import new_memory
-from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events
 from recover_megatron.workload.grid import launch_grid
@@ -191,7 +190,7 @@ def fetch(addresses: list[str], key: str, place: Any) -> Any:
     """Fetch the state offered as ``key`` from the holders at ``addresses``; ``place`` returns the memory to fill."""
 
     def source(number: int, address: str) -> Source:
-        return Source(number, lambda: open_stream(address, Challenge(SECRET), f"state/{key}"))
+        return Source(number, lambda: open_stream(address, SECRET, f"state/{key}"))
 
     sources = [source(number, address) for number, address in enumerate(addresses)]
     receiver = Receiver(sources, place, stay=lambda: None, awaited=lambda: None)

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.network.connection import Challenge, Connection, Unreachable, family_of
-from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
+from recover_megatron.network.connection import Connection, Unreachable, family_of
+from recover_megatron.network.messages import encode
+from recover_megatron.network.peer_store import FETCHED, REQUEST, VALUE, Fetch, PeerStoreServer, Range, Value, Want
 
 WAIT = timedelta(seconds=60)
 """Default time limit of the blocking operations of ``PeerStoreClient``."""
@@ -42,13 +42,13 @@ class PeerStoreClient(dist.Store):
 
     def __init__(self, address: str, secret: bytes, epoch: int | None = None) -> None:
         super().__init__()
-        self._epoch = {} if epoch is None else {"epoch": epoch}
+        self._epoch = epoch
         self._address = address
-        self._challenge = Challenge(secret)
+        self._secret = secret
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._asked = set[str]()
-        self._unsent: list[dict[str, Any]] = []
+        self._unsent = b""
         self._connection: Connection | None = None
         self._error: str | None = None
         self._unreachable = False
@@ -57,8 +57,8 @@ class PeerStoreClient(dist.Store):
     # ---- methods of a store
 
     def set(self, key: str, value: str | bytes) -> None:
-        text = value if isinstance(value, str) else bytes(value).decode("latin-1")
-        self._send(set=key, value=text, **self._epoch)
+        """Set the value of ``key``.  Raises ValueError if the value is too long."""
+        self._send(Value(key, value.encode() if isinstance(value, str) else bytes(value), self._epoch))
 
     def check(self, keys: list[str]) -> bool:
         with self._changed:
@@ -94,20 +94,21 @@ class PeerStoreClient(dist.Store):
         self._check()
         if key not in self._asked:
             self._asked.add(key)
-            self._send(want=key)
+            self._send(Want(key))
 
     def _check(self) -> None:
         if self._error is not None:
             raise PeerLost(self._error, unreachable=self._unreachable)
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, message: Value | Want) -> None:
+        frame = encode(message, REQUEST.limit)
         with self._changed:
             self._check()
             if self._connection is None:
-                self._unsent.append(message)
+                self._unsent += frame
                 return
             try:
-                self._connection.send(message)
+                self._connection.send(frame)
             except Unreachable as error:
                 self._fail(str(error))
                 self._check()
@@ -124,7 +125,7 @@ class PeerStoreClient(dist.Store):
     def _talk(self) -> None:
         """Connect, then receive values until the connection ends; runs in a separate thread."""
         try:
-            connection = Connection(self._address, self._challenge)
+            connection = Connection(self._address, self._secret)
         except Unreachable as error:
             self._fail(str(error), unreachable=error.unreachable)
             return
@@ -132,13 +133,13 @@ class PeerStoreClient(dist.Store):
             with self._changed:
                 self._connection = connection
                 self._check()
-                connection.send(*self._unsent)
+                connection.send(self._unsent)
             while True:
-                answer = connection.receive()
+                answer = connection.receive(VALUE)
                 with self._changed:
-                    self._values[str(answer["key"])] = str(answer["value"]).encode("latin-1")
+                    self._values[answer.key] = answer.value
                     self._changed.notify_all()
-        except (Unreachable, PeerLost, ValueError, KeyError) as error:
+        except (Unreachable, PeerLost) as error:
             self._fail(str(error), unreachable=isinstance(error, Unreachable) and error.unreachable)
         finally:
             with self._changed:
@@ -196,32 +197,28 @@ class Fetcher:
     def __init__(self, address: str, secret: bytes, patience: Callable[[], None]) -> None:
         self._address = address
         try:
-            self._connection = Connection(address, Challenge(secret), patience)
+            self._connection = Connection(address, secret, patience)
         except Unreachable as error:
-            raise self._lost(error, unreachable=error.unreachable) from error
+            raise self._lost(error) from error
 
-    def fetch(self, what: Sequence[int]) -> bytes | None:
+    def fetch(self, update: int, parts: Sequence[Range]) -> bytes | None:
         """Return the requested data, at most ``MOST_BYTES`` bytes; None if the other worker does not have it.
 
-        The other worker calls ``PeerStoreServer.source`` with the numbers ``what``, and sends the result.
+        The other worker calls ``PeerStoreServer.source`` with the same arguments, and sends the result.
         """
         try:
-            self._connection.send({"fetch": list(what)})
-            size = int(self._connection.receive()["bytes"])
-            if size > MOST_BYTES:
-                raise self._lost(f"the answer has {size} bytes, but the limit is {MOST_BYTES}")
-            return None if size < 0 else self._connection.receive_bytes(size)
+            self._connection.send(encode(Fetch(update, list(parts))))
+            size = self._connection.receive(FETCHED).size
+            return None if size is None else self._connection.receive_bytes(size)
         except Unreachable as error:
-            raise self._lost(error, unreachable=error.unreachable) from error
-        except (ValueError, KeyError, TypeError) as error:
             raise self._lost(error) from error
 
     def close(self) -> None:
         """Close the connection; idempotent."""
         self._connection.close()
 
-    def _lost(self, why: object, *, unreachable: bool = False) -> PeerLost:
-        return PeerLost(f"the peer store at {self._address} gave no usable answer: {why}", unreachable=unreachable)
+    def _lost(self, why: Unreachable) -> PeerLost:
+        return PeerLost(f"the peer store at {self._address} gave no usable answer: {why}", unreachable=why.unreachable)
 
 
 REACH_SECONDS = 4.0

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
 from recover_megatron.collectives.state.transport import bytes_of, receive_into
-from recover_megatron.network.connection import Challenge, Unreachable, is_path_error
+from recover_megatron.network.connection import Unreachable, is_path_error
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
 
@@ -94,16 +94,16 @@ class Tree:
         close_in_children(self)
         cancel_token.on_cancel(self.abort)
         try:
-            self._open(addresses, Challenge(secret))
+            self._open(addresses, secret)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, addresses: Sequence[str], challenge: Challenge) -> None:
+    def _open(self, addresses: Sequence[str], secret: bytes) -> None:
         if self.parent is not None:
             try:
                 name = f"{self._name}/{self.rank}"
-                sock = open_stream(addresses[self.parent], challenge, name, self._patience)
+                sock = open_stream(addresses[self.parent], secret, name, self._patience)
             except Unreachable as error:
                 self._cancel_token.check()
                 raise PeerLost(str(error), self._members[self.parent], unreachable=error.unreachable) from error

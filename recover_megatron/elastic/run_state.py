@@ -23,7 +23,6 @@ from recover_megatron.collectives.state.trees import Path, flatten, new_memory
 from recover_megatron.elastic.restoring import NotRestored, as_sent, contents, difference, is_container
 from recover_megatron.errors import UserError
 from recover_megatron.logger import get_logger
-from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 
 log = get_logger(__name__)
@@ -164,7 +163,7 @@ class Exchange:
     def __init__(self, host: str, secret: bytes) -> None:
         self.store = PeerStoreServer(host, secret)
         self._offers = Offers(self.store.streams)
-        self._challenge = Challenge(secret)
+        self._secret = secret
         self._offer: Offer | None = None
 
     @property
@@ -207,7 +206,7 @@ class Exchange:
         name = f"{KIND}/{epoch}"
 
         def source(worker: int, address: str) -> Source:
-            return Source(worker, lambda: open_stream(address, self._challenge, name, stay))
+            return Source(worker, lambda: open_stream(address, self._secret, name, stay))
 
         sources = [source(worker, address) for worker, address in sorted(holders.items())]
         receiver = Receiver(sources, state.place(), stay=stay, awaited=stay, progress=progress)

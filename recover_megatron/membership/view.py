@@ -1,7 +1,7 @@
 """Views for observers: the coordinator's state as one bounded JSON object, and the history that views contain.
 
     observer                                  coordinator
-       |  (challenge, auth, proof: see ``wire``)   |
+       |  (challenge, auth, proof: see ``network``)|
        |  observe  ------------------------------> |
        |  <------------------------------  view    |   a pure function of the state
        |  observe ...                              |

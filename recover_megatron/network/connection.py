@@ -1,14 +1,11 @@
-"""Blocking connection to another worker's ``PeerStoreServer``: framed, mutually authenticated, with bounded waits.
+"""Blocking connection to another worker's ``PeerStoreServer``: mutually authenticated, with bounded waits.
 
-A frame is a 4-byte big-endian length and a JSON object in UTF-8. No incoming data is trusted: the receiver checks the
-length before it stores the body, and parses only complete bodies. Invalid data raises ``WireError``, and only the
-connection that carried it is closed.
+Both sides of each connection, to a peer store or to a coordinator, prove that they know the job's secret, by an
+HMAC-SHA256 challenge with fresh nonces (``network.messages`` has the messages):
 
-Both sides prove that they know the job's secret, by an HMAC-SHA256 challenge with fresh nonces:
-
-    server -> client   its nonce
-    client -> server   its nonce, and the proof of the client's role for both nonces
-    server -> client   the proof of the server's role for both nonces
+    server -> client   Challenge(version, nonce Ns)
+    client -> server   Auth(nonce Nc, mac = HMAC(secret, purpose | "client" | Ns | Nc))
+    server -> client   Proof(mac = HMAC(secret, purpose | "server" | Ns | Nc))
 
 A proof contains the role, so that no peer can send it back as its own proof, and the purpose, so that it is useless
 in other protocols of the run. A server processes no request, and a client uses no data, before the other side has
@@ -22,111 +19,17 @@ from __future__ import annotations
 
 import errno
 import hmac
-import json
 import secrets
 import socket
-import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from contextlib import suppress
 
+from recover_megatron.network import messages
+from recover_megatron.network.messages import Auth, Challenge, Message, Proof, Stage, WireError, encode
 from recover_megatron.network.system import is_silent, watch
 
-if TYPE_CHECKING:
-    import asyncio
-
-
-_HEADER = struct.Struct(">I")
-
-
-class WireError(Exception):
-    """Error for received data that is no message of this protocol."""
-
-
-def encode(message: Mapping[str, Any], limit: int) -> bytes:
-    """Return the frame of ``message``. Raises ValueError if a number in it is infinite or NaN, or if the frame's body
-    exceeds ``limit`` bytes."""
-    return frame(json.dumps(message, separators=(",", ":"), allow_nan=False).encode(), limit, message.get("type"))
-
-
-def frame(body: bytes, limit: int, kind: object) -> bytes:
-    """Return the frame of a message's ``body``. Raises ValueError if the body exceeds ``limit`` bytes."""
-    if len(body) > limit:
-        raise ValueError(f"message {kind!r} has {len(body)} bytes, more than the limit of {limit}")
-    return _HEADER.pack(len(body)) + body
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise WireError(f"{name} is not JSON")
-
-
-def parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in the body of a frame. Raises ``WireError`` if the body is not a JSON object."""
-    try:
-        message = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not JSON: {type(error).__name__}") from error
-    if type(message) is not dict:
-        raise WireError("not a JSON object")
-    return message
-
-
-def _length(header: bytes | bytearray, limit: int) -> int:
-    (length,) = _HEADER.unpack_from(header)
-    if length > limit:
-        raise WireError(f"a message of {length} bytes is longer than the limit of {limit}")
-    return int(length)
-
-
-class Decoder:
-    """Splitter of a byte stream into frames.
-
-    ``limit``: greatest number of bytes in a frame's body; may be changed between two calls of ``next``.
-    """
-
-    def __init__(self, limit: int = 0) -> None:
-        self.limit = limit
-        self._buffer = bytearray()
-
-    @property
-    def pending(self) -> int:
-        return len(self._buffer)
-
-    def feed(self, data: bytes) -> None:
-        self._buffer += data
-
-    def next(self) -> bytes | None:
-        """Return the body of the next frame; None if the frame is incomplete.
-
-        Raises ``WireError`` if the body is longer than ``limit``: the rest of the stream is then unusable.
-        """
-        if len(self._buffer) < _HEADER.size:
-            return None
-        end = _HEADER.size + _length(self._buffer, self.limit)
-        if len(self._buffer) < end:
-            return None
-        return self._cut(end)[_HEADER.size :]
-
-    def take(self, size: int) -> bytes | None:
-        """Return the next ``size`` bytes, which were sent without a frame; None if fewer bytes have arrived."""
-        return self._cut(size) if len(self._buffer) >= size else None
-
-    def _cut(self, size: int) -> bytes:
-        data = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return data
-
-
-async def read(reader: asyncio.StreamReader, limit: int) -> dict[str, Any] | None:
-    """Return the next message; None at the end of the stream.
-
-    Raises ``WireError`` for invalid data, or a body of more than ``limit`` bytes.
-    """
-    try:
-        header = await reader.readexactly(_HEADER.size)
-        return parse(await reader.readexactly(_length(header, limit)))
-    except EOFError:  # asyncio.IncompleteReadError
-        return None
+PEER_STORE = "peer-store"
+"""Purpose of the proofs on connections to peer stores."""
 
 
 def nonce() -> str:
@@ -144,19 +47,24 @@ def proves[Proof: (str, bytes)](received: Proof, expected: Proof) -> bool:
     return hmac.compare_digest(sent, own)
 
 
-@dataclass(frozen=True)
-class Challenge:
-    """Proofs, in hexadecimal, that the two ends of a peer-store connection exchange."""
+def answer(secret: bytes, purpose: str, challenge: Challenge) -> tuple[Auth, str]:
+    """Return a client's answer to ``challenge``, and the MAC that the server must send then."""
+    nonces = challenge.nonce, nonce()
+    return Auth(nonces[1], _proof(secret, purpose, "client", *nonces)), _proof(secret, purpose, "server", *nonces)
 
-    secret: bytes = field(repr=False)
 
-    def of_client(self, server_nonce: str, client_nonce: str) -> str:
-        """Return the proof that a client sends."""
-        return mac(self.secret, "peer-store", "client", server_nonce, client_nonce).hex()
+def accept(secret: bytes, purpose: str, challenged: str, auth: Auth) -> Proof | None:
+    """Return the server's proof for a client that has answered the nonce ``challenged`` with ``auth``.
 
-    def of_server(self, server_nonce: str, client_nonce: str) -> str:
-        """Return the proof that a server sends."""
-        return mac(self.secret, "peer-store", "server", server_nonce, client_nonce).hex()
+    Returns None if the client does not know the secret.
+    """
+    if not proves(auth.mac, _proof(secret, purpose, "client", challenged, auth.nonce)):
+        return None
+    return Proof(_proof(secret, purpose, "server", challenged, auth.nonce))
+
+
+def _proof(secret: bytes, purpose: str, role: str, server_nonce: str, client_nonce: str) -> str:
+    return mac(secret, purpose, role, server_nonce, client_nonce).hex()
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -193,7 +101,6 @@ def connect(address: str, timeout: float) -> socket.socket:
 
 
 HANDSHAKE_SECONDS = 5.0
-LONGEST_MESSAGE = 1 << 20
 POLL_SECONDS = 0.25
 """Seconds between two calls of ``patience`` while no data arrives."""
 
@@ -231,8 +138,8 @@ class Connection:
     data arrives or the connection ends. With a stopped peer, neither may ever happen.
     """
 
-    def __init__(self, address: str, challenge: Challenge, patience: Callable[[], None] | None = None) -> None:
-        self._decoder = Decoder(LONGEST_MESSAGE)
+    def __init__(self, address: str, secret: bytes, patience: Callable[[], None] | None = None) -> None:
+        self._decoder = messages.Decoder()
         self._patience = patience
         try:
             self._socket = connect(address, HANDSHAKE_SECONDS)
@@ -241,26 +148,25 @@ class Connection:
         try:
             if patience is not None:
                 self._socket.settimeout(POLL_SECONDS)
-            self._prove(challenge)
+            self._prove(secret)
             if patience is None:
                 self._socket.settimeout(None)
         except BaseException:
             self.close()
             raise
 
-    def send(self, *messages: Mapping[str, Any]) -> None:
-        """Send all messages in one write. Any thread may call this, but only one thread at a time."""
-        data = b"".join(encode(message, LONGEST_MESSAGE) for message in messages)
+    def send(self, frames: bytes) -> None:
+        """Send encoded messages. Any thread may call this, but only one thread at a time."""
         try:
-            self._socket.sendall(data)
+            self._socket.sendall(frames)
         except OSError as error:
             raise Unreachable(str(error)) from error
 
-    def receive(self) -> dict[str, Any]:
+    def receive[T](self, stage: Stage[T]) -> T:
         try:
-            while (body := self._decoder.next()) is None:
+            while (message := self._decoder.message(stage)) is None:
                 self._more()
-            return parse(body)
+            return message
         except WireError as error:
             raise Unreachable(str(error)) from error
 
@@ -270,35 +176,36 @@ class Connection:
             self._more()
         return data
 
-    def detach(self, message: Mapping[str, Any]) -> socket.socket:
-        """Send ``message``, wait until the peer echoes it, and return the blocking socket, for use by another protocol.
+    def detach(self, request: Message, expected: Message) -> socket.socket:
+        """Send ``request``, wait for the answer ``expected``, and return the blocking socket, for another protocol.
 
-        Data that the peer sends after the echo remains unread in the socket.
+        Data that the peer sends after its answer remains unread in the socket.
         """
-        self.send(message)
-        echo = encode(message, LONGEST_MESSAGE)
-        while self._decoder.pending < len(echo):
-            self._more(len(echo) - self._decoder.pending)
-        if self._decoder.take(len(echo)) != echo:
+        self.send(encode(request))
+        frame = encode(expected)
+        while (answer := self._decoder.take(len(frame))) is None:
+            self._more(1)  # the data after the answer must remain in the socket
+        if answer != frame:
             raise Unreachable("the peer sent an unexpected answer to a stream request")
         self._socket.settimeout(None)
         return self._socket
 
     def shutdown(self) -> None:
         """Shut the connection down, which wakes a thread that waits in ``receive``. Any thread may call this."""
-        try:
+        with suppress(OSError):  # the connection has ended
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # the connection has ended
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._socket.close()
 
-    def _prove(self, challenge: Challenge) -> None:
-        own, remote = nonce(), str(self.receive().get("nonce"))
-        self.send({"nonce": own, "mac": challenge.of_client(remote, own)})
-        if not proves(str(self.receive().get("mac")), challenge.of_server(remote, own)):
+    def _prove(self, secret: bytes) -> None:
+        challenge = self.receive(messages.CHALLENGE)
+        if challenge.version != messages.PROTOCOL_VERSION:
+            raise Unreachable(f"the peer has protocol version {challenge.version}, not {messages.PROTOCOL_VERSION}")
+        auth, expected = answer(secret, PEER_STORE, challenge)
+        self.send(encode(auth))
+        if not proves(self.receive(messages.PROOF).mac, expected):
             raise Unreachable("the peer does not know the run's secret")
 
     def _more(self, limit: int = 1 << 20) -> None:

@@ -1,23 +1,21 @@
 """Key-value store: each worker runs a server in a thread, so the run has no central store that can be lost.
 
-    server -> client   {"nonce": s}
-    client -> server   {"nonce": c, "mac": proof}
-    server -> client   {"mac": proof}
-    client -> server   {"set": key, "value": v, "epoch": n}
-    client -> server   {"want": key}
-    server -> client   {"key": key, "value": v}           answer to ``want``, as soon as the value is set
-    client -> server   {"fetch": [numbers]}
-    server -> client   {"bytes": n} and n bytes           data from the server's ``source``; n is -1 if it returns None
-    client -> server   {"stream": name}                   makes the connection a stream, see below
+    both sides prove that they know the secret            ``network.connection``
+    client -> server   Value(key, value, epoch)           sets the value
+    client -> server   Want(key)
+    server -> client   Value                              answer to ``Want``, as soon as the value is set
+    client -> server   Fetch(update, parts)
+    server -> client   Fetched(size) and size bytes       data from the server's ``source``; no size if it returns None
+    client -> server   Stream(name)                       makes the connection a stream, see below
 
-The server answers a ``want`` when the value is set, so no client polls over the network.
+The server answers a ``Want`` when the value is set, so no client polls over the network.
 
 A stream is a connection that the server hands over to another part of the worker:
 
     client                                                   server: the peer store's thread
     open_stream   <-- both sides prove that they know the secret -->
-                  -- {"stream": "tree/5/..."} ----------------->   Streams.arrived
-                  <-- {"stream": "tree/5/..."} -----------------   from here on the connection is a plain socket
+                  -- Stream("tree/5/...") --------------------->   Streams.arrived
+                  <-- Opened -----------------------------------   from here on the connection is a plain socket
                                                                      |- if its kind has a handler, the handler gets it
                                                                      '- else it waits until ``take`` asks for it
 
@@ -35,12 +33,72 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from recover_megatron.logger import get_logger
-from recover_megatron.network import connection
-from recover_megatron.network.connection import HANDSHAKE_SECONDS, LONGEST_MESSAGE, Challenge, Connection, listen
+from recover_megatron.network import messages
+from recover_megatron.network.connection import HANDSHAKE_SECONDS, PEER_STORE, Connection, accept, listen, nonce
+from recover_megatron.network.messages import MAX_HANDSHAKE, Decoder, Message, Number, Stage, WireError, encode
 from recover_megatron.network.system import close_in_children
+
+LONGEST_MESSAGE = 3 << 19
+"""Maximum bytes of one message after the proof of the secret."""
+MOST_BYTES = 16 << 20
+"""Maximum bytes of the answer to one ``Fetch``."""
+MOST_PARTS = 4096
+"""Maximum number of parts in one ``Fetch``."""
+
+_Name = Annotated[str, Meta(max_length=1 << 16)]
+"""A name may contain the positions of all members of a group."""
+
+
+class Value(Message, frozen=True):
+    """Value of a key, in base64. ``epoch``: as in ``PeerStoreServer.put``."""
+
+    key: _Name
+    value: Annotated[bytes, Meta(max_length=LONGEST_MESSAGE // 4 * 3)]
+    epoch: Number | None = None
+
+
+class Want(Message, frozen=True):
+    """Request for the value of a key."""
+
+    key: _Name
+
+
+Range = tuple[Number, Number, Number]
+"""Part of an update's data: number of a bucket; first element, and last element + 1, of a range of its elements."""
+
+
+class Fetch(Message, frozen=True):
+    """Request for data that belongs to ``update``."""
+
+    update: Number
+    parts: Annotated[list[Range], Meta(min_length=1, max_length=MOST_PARTS)]
+
+
+class Fetched(Message, frozen=True):
+    """Answer to ``Fetch``. ``size``: number of the bytes of data that follow; None: this worker lacks some of them."""
+
+    size: Annotated[int, Meta(ge=0, le=MOST_BYTES)] | None = None
+
+
+class Stream(Message, frozen=True):
+    """Request to make this connection the stream ``name``."""
+
+    name: _Name
+
+
+class Opened(Message, frozen=True):
+    """Answer to ``Stream``."""
+
+
+Request = Value | Want | Fetch | Stream
+REQUEST: Stage[Request] = Stage(Request, LONGEST_MESSAGE)
+VALUE: Stage[Value] = Stage(Value, LONGEST_MESSAGE)
+FETCHED: Stage[Fetched] = Stage(Fetched, MAX_HANDSHAKE)
 
 MOST_WAITING = 4096
 """Maximum number of streams that wait for ``take``; if another stream arrives, the oldest is closed."""
@@ -54,16 +112,14 @@ It runs in the server's thread, so it must not block.
 """
 
 
-def open_stream(
-    address: str, challenge: Challenge, name: str, patience: Callable[[], None] = lambda: None
-) -> socket.socket:
+def open_stream(address: str, secret: bytes, name: str, patience: Callable[[], None] = lambda: None) -> socket.socket:
     """Open the stream ``name`` to the worker whose peer store is at ``address``; return the blocking connection.
 
     ``patience``: as in ``Connection``. Raises ``Unreachable``.
     """
-    connection = Connection(address, challenge, patience)
+    connection = Connection(address, secret, patience)
     try:
-        return connection.detach({"stream": name})
+        return connection.detach(Stream(name), Opened())
     except BaseException:
         connection.close()
         raise
@@ -125,16 +181,14 @@ class Streams:
 log = get_logger(__name__)
 
 _BACKLOG = 4096
-LONGEST_BEFORE_PROOF = 1 << 10
 MOST_UNPROVED = 256
 QUIET_SECONDS = 60.0
 """Least number of seconds between two log lines about a store that cannot accept connections."""
-MOST_BYTES = 16 << 20
-"""Maximum bytes of the answer to one ``fetch`` request."""
-Source = Callable[[Sequence[int]], bytes | None]
-"""Function that returns the data that the numbers of a ``fetch`` select; None if this worker lacks some of the data.
+Source = Callable[[int, Sequence[Range]], bytes | None]
+"""Function that returns the data that a ``Fetch`` (its ``update`` and ``parts``) requests, concatenated.
 
-The server's thread calls it.
+It returns None if this worker lacks some of the data, and raises ValueError if no worker can have them. The server's
+thread calls it.
 """
 KEPT_EPOCHS = 4
 """Number of newest epochs whose values are kept; the process groups of older epochs do not exist any more.
@@ -144,18 +198,18 @@ KEPT_EPOCHS = 4
 class PeerStoreServer:
     """Peer store of a worker; serves until the process ends. ``host``: address that the other workers can reach.
 
-    A client must prove within ``HANDSHAKE_SECONDS``, in ``LONGEST_BEFORE_PROOF`` bytes, that it knows the secret. If
-    there are more than ``MOST_UNPROVED`` connections without this proof, the server closes the oldest of them. If the
-    process has no free file descriptor, the server closes all connections without this proof.
+    A client must prove within ``HANDSHAKE_SECONDS`` that it knows the secret. If there are more than
+    ``MOST_UNPROVED`` connections without this proof, the server closes the oldest of them. If the process has no free
+    file descriptor, the server closes all connections without this proof.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.listener, self.address = listen(host, _BACKLOG)
-        self.source: Source = lambda what: None
+        self.source: Source = lambda update, parts: None
         self.streams = Streams()
-        self._challenge = connection.Challenge(secret)
-        self._values: dict[str, str] = {}
-        self._wanted: defaultdict[str, list[asyncio.StreamWriter]] = defaultdict(list)
+        self._secret = secret
+        self._values: dict[str, bytes] = {}  # key -> frame of the ``Value``
+        self._wanted: dict[str, list[asyncio.StreamWriter]] = {}
         self._unproved: dict[asyncio.StreamWriter, None] = {}
         self._quiet_until = 0.0
         self._epochs: defaultdict[int, set[str]] = defaultdict(set)  # epoch -> its keys
@@ -168,9 +222,10 @@ class PeerStoreServer:
         """Set the value of ``key``, and send it to the clients that wait for it. Any thread may call this.
 
         A value with an ``epoch`` is dropped when values of ``KEPT_EPOCHS`` newer epochs exist. A value without
-        an ``epoch`` is never dropped.
+        an ``epoch`` is never dropped. Raises ValueError if the value is too long.
         """
-        self._loop.call_soon_threadsafe(self._set, key, value, epoch)
+        message = Value(key, value.encode(), epoch)
+        self._loop.call_soon_threadsafe(self._set, message, encode(message, LONGEST_MESSAGE))
 
     def close_in_child(self) -> None:
         self.listener.close()
@@ -181,9 +236,7 @@ class PeerStoreServer:
 
     async def _accept(self) -> None:
         self._loop.set_exception_handler(self._failed)
-        server = await asyncio.start_server(
-            self._guarded, sock=self.listener, limit=LONGEST_BEFORE_PROOF, backlog=_BACKLOG
-        )
+        server = await asyncio.start_server(self._guarded, sock=self.listener, limit=MAX_HANDSHAKE, backlog=_BACKLOG)
         await server.serve_forever()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -210,79 +263,84 @@ class PeerStoreServer:
         if len(self._unproved) > MOST_UNPROVED:
             self._drop(next(iter(self._unproved)))
         try:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, connection.WireError):
+            with contextlib.suppress(OSError, WireError):
                 # Without TCP_NODELAY an answer waits 40 ms for an acknowledgement. asyncio sets the option only if the
                 # socket's ``proto`` is TCP, but accepted sockets have ``proto`` 0.
                 writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if await asyncio.wait_for(self._authenticate(reader, writer), HANDSHAKE_SECONDS):
+                decoder = Decoder()
+                if await asyncio.wait_for(self._authenticate(reader, decoder, writer), HANDSHAKE_SECONDS):
                     self._unproved.pop(writer, None)
-                    await self._converse(reader, writer)
+                    await self._converse(reader, decoder, writer)
         finally:
             self._unproved.pop(writer, None)
-            for key in [key for key, waiting in self._wanted.items() if writer in waiting]:
-                self._wanted[key].remove(writer)
-                if not self._wanted[key]:
-                    del self._wanted[key]
+            others = {key: [each for each in waiting if each is not writer] for key, waiting in self._wanted.items()}
+            self._wanted = {key: waiting for key, waiting in others.items() if waiting}
             writer.close()
 
-    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        own = connection.nonce()
-        _write(writer, nonce=own)
-        answer = await connection.read(reader, LONGEST_BEFORE_PROOF)
-        mac, nonce = (str(answer[name]) for name in ("mac", "nonce")) if answer is not None else ("", "")
-        if not connection.proves(mac, self._challenge.of_client(own, nonce)):
+    async def _authenticate(self, reader: asyncio.StreamReader, decoder: Decoder, writer: asyncio.StreamWriter) -> bool:
+        challenge = messages.Challenge(messages.PROTOCOL_VERSION, nonce())
+        writer.write(encode(challenge))
+        auth = await _receive(reader, decoder, messages.AUTH)
+        proof = accept(self._secret, PEER_STORE, challenge.nonce, auth) if auth is not None else None
+        if proof is None:
             return False
-        _write(writer, mac=self._challenge.of_server(own, nonce))
+        writer.write(encode(proof))
         return True
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (message := await connection.read(reader, LONGEST_MESSAGE)) is not None:
-            if "fetch" in message:
-                await self._send_fetched([int(number) for number in message["fetch"]], writer)
-            elif "stream" in message:
-                self._hand_over(str(message["stream"]), writer)
-                return
-            elif "want" not in message:
-                epoch = message.get("epoch")
-                self._set(message["set"], message["value"], None if epoch is None else int(epoch))
-            elif (key := message["want"]) in self._values:
-                _write(writer, key=key, value=self._values[key])
-            else:
-                self._wanted[key].append(writer)
+    async def _converse(self, reader: asyncio.StreamReader, decoder: Decoder, writer: asyncio.StreamWriter) -> None:
+        while (message := await _receive(reader, decoder, REQUEST)) is not None:
+            match message:
+                case Value():
+                    self._set(message, encode(message, LONGEST_MESSAGE))
+                case Want(key) if key in self._values:
+                    writer.write(self._values[key])
+                case Want(key):
+                    self._wanted.setdefault(key, []).append(writer)
+                case Fetch():
+                    await self._send_fetched(message, writer)
+                case Stream(name):
+                    self._hand_over(name, writer)
+                    return
 
-    async def _send_fetched(self, what: Sequence[int], writer: asyncio.StreamWriter) -> None:
-        found = self.source(what)
-        _write(writer, bytes=-1 if found is None else len(found))
-        if found is not None:
-            writer.write(found)
+    async def _send_fetched(self, message: Fetch, writer: asyncio.StreamWriter) -> None:
+        try:
+            found = self.source(message.update, message.parts)
+        except ValueError as error:
+            raise WireError(str(error)) from error
+        writer.write(encode(Fetched(None if found is None else len(found))))
+        writer.write(found or b"")
         await writer.drain()
 
     def _hand_over(self, name: str, writer: asyncio.StreamWriter) -> None:
-        """Hand the connection over as the stream ``name``, after an echo of the client's request.
+        """Hand the connection over as the stream ``name``, after an answer to the client's request.
 
-        The client sends no data before the echo, so this server has read none of the stream's data.
+        The client sends no data before the answer, so this server has read none of the stream's data.
         """
-        answer = connection.encode({"stream": name}, LONGEST_MESSAGE)
         taken = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
         writer.transport.abort()  # closes asyncio's descriptor; ``taken`` keeps the connection open
         taken.setblocking(True)
         try:
-            taken.sendall(answer)  # cannot block, because the answer is short and the send buffer is empty
+            taken.sendall(encode(Opened()))  # cannot block, because the answer is short and the send buffer is empty
         except OSError:
             taken.close()
             return
         self.streams.arrived(name, taken)
 
-    def _set(self, key: str, value: str, epoch: int | None) -> None:
-        self._values[key] = value
-        if epoch is not None:
-            self._epochs[epoch].add(key)
+    def _set(self, value: Value, frame: bytes) -> None:
+        self._values[value.key] = frame
+        if value.epoch is not None:
+            self._epochs[value.epoch].add(value.key)
             while len(self._epochs) > KEPT_EPOCHS:
                 for old in self._epochs.pop(min(self._epochs)):
                     self._values.pop(old, None)
-        for waiting in self._wanted.pop(key, []):
-            _write(waiting, key=key, value=value)
+        for waiting in self._wanted.pop(value.key, []):
+            waiting.write(frame)
 
 
-def _write(writer: asyncio.StreamWriter, **message: str | int) -> None:
-    writer.write(connection.encode(message, LONGEST_MESSAGE))
+async def _receive[T](reader: asyncio.StreamReader, decoder: Decoder, stage: Stage[T]) -> T | None:
+    """Return the next message; None at the end of the stream. Raises ``WireError`` for invalid data."""
+    while (message := decoder.message(stage)) is None:
+        if not (data := await reader.read(1 << 16)):
+            return None
+        decoder.feed(data)
+    return message

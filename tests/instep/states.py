@@ -25,7 +25,6 @@ from recover_megatron.collectives.state.holder import KIND, Offer, Offers
 from recover_megatron.collectives.state.receiver import Receiver, Source
 from recover_megatron.collectives.state.transport import bytes_of
 from recover_megatron.collectives.state.trees import Path, flatten, new_memory
-from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from tests.doubles.nccl import library as nccl_double
 from tests.harness import REPOSITORY
@@ -79,8 +78,7 @@ def source(
     secret: bytes = SECRET,
     pairs: Pairs | None = None,
 ) -> Source:
-    challenge = Challenge(secret)
-    return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{KEY}", patience), pairs)
+    return Source(worker, lambda: open_stream(address, secret, f"{KIND}/{KEY}", patience), pairs)
 
 
 def fetch(sources: Sequence[Source], shared: int = 1 << 30, place: Any = new_memory, **named: Any) -> tuple[Any, int]:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.state import overlap as module
-from recover_megatron.instep.state.overlap import MOST_PARTS, Overlap, _requests
+from recover_megatron.instep.state.overlap import Overlap, _requests
 from recover_megatron.instep.state.shards import Shards
-from recover_megatron.network.peer_store import MOST_BYTES
+from recover_megatron.network.peer_store import MOST_BYTES, MOST_PARTS, Range
 from recover_megatron.workload.grid import launch_grid, ring_order
 
 COLUMN = (0, 1, 2, 3)
@@ -162,33 +162,33 @@ def overlap() -> Overlap:
 
 def test_parts_of_several_buckets_come_one_behind_the_other(overlap: Overlap) -> None:
     overlap.publish(7)
-    data = overlap.give([7, 0, 2, 5, 1, 0, 2])
+    data = overlap.give(7, [(0, 2, 5), (1, 0, 2)])
     assert data is not None
     assert torch.frombuffer(bytearray(data[:12]), dtype=torch.float32).tolist() == [2, 3, 4]
     assert torch.frombuffer(bytearray(data[12:]), dtype=torch.bfloat16).tolist() == [0, 1]
 
 
 def test_only_the_update_that_is_asked_about_is_given(overlap: Overlap) -> None:
-    assert overlap.give([7, 0, 0, 1]) is None
+    assert overlap.give(7, [(0, 0, 1)]) is None
     overlap.publish(7)
-    assert overlap.give([6, 0, 0, 1]) is None
-    assert overlap.give([8, 0, 0, 1]) is None
+    assert overlap.give(6, [(0, 0, 1)]) is None
+    assert overlap.give(8, [(0, 0, 1)]) is None
     overlap.withdraw()
-    assert overlap.give([7, 0, 0, 1]) is None
+    assert overlap.give(7, [(0, 0, 1)]) is None
 
 
-@pytest.mark.parametrize("what", [[], [7, 0], [7, 2, 0, 1], [7, -1, 0, 1], [7, 0, 5, 5], [7, 0, -1, 2], [7, 1, 0, 7]])
-def test_what_nobody_of_this_run_asks_for_is_an_error_that_the_board_catches(overlap: Overlap, what: list[int]) -> None:
+@pytest.mark.parametrize("part", [(2, 0, 1), (-1, 0, 1), (0, 5, 5), (0, -1, 2), (1, 0, 7)])
+def test_what_nobody_of_this_run_asks_for_is_an_error_that_the_board_catches(overlap: Overlap, part: Range) -> None:
     overlap.publish(7)
-    with pytest.raises((ValueError, TypeError)):
-        overlap.give(what)
+    with pytest.raises(ValueError, match="no elements"):
+        overlap.give(7, [part])
 
 
 def test_more_than_the_limit_is_not_given(overlap: Overlap, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 16)
     overlap.publish(7)
-    assert overlap.give([7, 0, 0, 4]) is not None
-    assert overlap.give([7, 0, 0, 4, 1, 0, 1]) is None
+    assert overlap.give(7, [(0, 0, 4)]) is not None
+    assert overlap.give(7, [(0, 0, 4), (1, 0, 1)]) is None
 
 
 @given(

@@ -24,7 +24,7 @@ from recover_megatron.collectives.state.receiver import Source
 from recover_megatron.collectives.state.transport import SocketTransport, bytes_of, cut, digest
 from recover_megatron.collectives.state.trees import flatten, new_memory, unflatten
 from recover_megatron.errors import Disagreement
-from recover_megatron.network.connection import Challenge, Unreachable
+from recover_megatron.network.connection import Unreachable
 from recover_megatron.network.peer_store import PeerStoreServer, Streams, open_stream
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
@@ -475,7 +475,7 @@ def test_a_chunk_that_comes_when_all_was_given_up_keeps_nobody_waiting() -> None
 
 def test_a_connection_that_nobody_waits_for_is_kept_until_it_is_taken() -> None:
     peer_store = PeerStoreServer("127.0.0.1", SECRET)
-    ours = open_stream(peer_store.address, Challenge(SECRET), "tree/1")
+    ours = open_stream(peer_store.address, SECRET, "tree/1")
     theirs = peer_store.streams.take("tree/1", lambda: None)
     ours.sendall(b"hello")
     assert theirs.recv(5) == b"hello"

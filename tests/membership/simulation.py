@@ -56,8 +56,9 @@ from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.sides.node_agent import NodeAgentClient
-from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode
-from recover_megatron.membership.wire import Stage as Wire
+from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER
+from recover_megatron.network.messages import Stage as Wire
+from recover_megatron.network.messages import encode
 
 SETTINGS = Settings(
     heartbeat_interval=1.0, heartbeat_timeout=5.0, hang_timeout=20.0, start_timeout=60.0, stall_timeout=40.0

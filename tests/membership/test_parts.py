@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import attach
 
-from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
+from recover_megatron.membership import CoordinatorLost, MembershipError, Session
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.detect import Judgement, WorkerProgress, apart, judge
 from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
@@ -35,7 +35,8 @@ from recover_megatron.membership.messages.to_coordinator import (
     ToCoordinator,
 )
 from recover_megatron.membership.records import Formed, Presentation, Settings
-from recover_megatron.membership.wire import Secret, read_secret_file
+from recover_megatron.membership.wire import TO_COORDINATOR, Secret, read_secret_file
+from recover_megatron.network import messages as wire
 from recover_megatron.network.connection import nonce
 from tests.harness.waiting import DEADLINE
 
@@ -312,14 +313,15 @@ class ByHand:
         self.decoder = wire.Decoder()
         challenge = nonce()
         self.say(wire.Challenge(wire.PROTOCOL_VERSION, challenge))
-        auth = self.hear(wire.Auth, wire.AUTH)
-        self.say(wire.Proof(secret.mac("coordinator", challenge, auth.nonce)))
+        proof = secret.accept(challenge, self.hear(wire.Auth, wire.AUTH))
+        assert proof is not None
+        self.say(proof)
 
     def say(self, *messages: Message) -> None:
         """All at once."""
         self.sock.sendall(b"".join(wire.encode(message) for message in messages))
 
-    def hear[M: Message](self, kind: type[M], stage: wire.Stage[Any] = wire.TO_COORDINATOR) -> M:
+    def hear[M: Message](self, kind: type[M], stage: wire.Stage[Any] = TO_COORDINATOR) -> M:
         while True:
             while (message := self.decoder.message(stage)) is None:
                 self.decoder.feed(self.sock.recv(1 << 16))
@@ -381,6 +383,9 @@ def test_a_candidate_that_does_not_lead_takes_no_worker_that_ended_in_order_for_
 def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_runs() -> None:
     with by_hand([[0, 0]]) as (session, coordinator):
         coordinator.say(coordinator.revoke(1))
+        for bad, why in ((math.nan, "JSON"), ("x" * (8 << 20), "limit"), (json.loads("[" * 101 + "]" * 101), "deep")):
+            with pytest.raises(ValueError, match=why):
+                session.join(bad)
         joiner, plans = beside(lambda: session.join({}))
         coordinator.hear(Join)
         coordinator.say(coordinator.plan(1), coordinator.revoke(2))

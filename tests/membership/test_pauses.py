@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from script import play, table
 from simulation import SETTINGS, World
 
-from recover_megatron.membership import wire
 from recover_megatron.membership.events import Abandon
 from recover_megatron.membership.io.client import Client
 from recover_megatron.membership.messages.to_member import Beat, Revoke
@@ -23,6 +22,7 @@ from recover_megatron.membership.records import Opened
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.node_agent import NodeAgentClient
 from recover_megatron.membership.wire import Secret
+from recover_megatron.network import messages as wire
 from tests.harness.patience import patient
 
 PAUSES = st.lists(

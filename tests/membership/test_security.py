@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 from cluster import Cluster, cluster
 
-from recover_megatron.membership import wire
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import CoordinatorEffect, CoordinatorEvent, Tick
 from recover_megatron.membership.io.server import CoordinatorServer
 from recover_megatron.membership.messages.fields import Message
 from recover_megatron.membership.records import SecretError, Settings
-from recover_megatron.membership.wire import Secret, find_secret, read_secret_file
-from recover_megatron.network.connection import frame
+from recover_megatron.membership.wire import MAX_TO_COORDINATOR, Secret, find_secret, read_secret_file
+from recover_megatron.network import messages as wire
+from recover_megatron.network.messages import frame
 from recover_megatron.network.system import use_all_descriptors
 from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
@@ -95,7 +95,7 @@ def test_malformed_input_costs_only_the_connection_it_came_by(tmp_path: Path) ->
             theirs = receive(sock, wire.Challenge).nonce
             sock.sendall(wire.encode(wire.Auth(theirs, "0" * 64)))
             assert ends(sock)
-        for data in (struct.pack(">I", wire.MAX_TO_COORDINATOR + 1), framed(b'{"type":"done","epoch":"x"}')):
+        for data in (struct.pack(">I", MAX_TO_COORDINATOR + 1), framed(b'{"type":"done","epoch":"x"}')):
             with prove(run) as sock:
                 sock.sendall(data)
                 assert ends(sock)

@@ -23,7 +23,8 @@ from recover_megatron.membership.messages.to_coordinator import Done, GiveUp, Ob
 from recover_megatron.membership.messages.to_member import Stop, View
 from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of
-from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, Secret, encode
+from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, Secret
+from recover_megatron.network.messages import encode
 
 OBSERVE = Observe()
 

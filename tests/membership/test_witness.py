@@ -17,8 +17,9 @@ from recover_megatron.membership.events import Outbox, Send, Statement
 from recover_megatron.membership.records import JOINED_FROM
 from recover_megatron.membership.roster import NodeAgentStatus, Roster
 from recover_megatron.membership.sides.member import Member
-from recover_megatron.membership.wire import TO_MEMBER, encode
+from recover_megatron.membership.wire import TO_MEMBER
 from recover_megatron.membership.witness import Witness, alone
+from recover_megatron.network.messages import encode
 
 NODES = frozenset({"a", "b", "c"})
 NOBODY: frozenset[int] = frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,18 +12,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, BinaryIO
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost, await_key
 from recover_megatron.collectives.peers import Fetcher, PeerStoreClient
-from recover_megatron.network import connection
+from recover_megatron.network import messages
 from recover_megatron.network import peer_store as store_module
-from recover_megatron.network.connection import Challenge
-from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer, open_stream
+from recover_megatron.network.connection import PEER_STORE, accept, answer
+from recover_megatron.network.messages import Challenge, Proof, Stage, encode
+from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer, Range, open_stream
 from tests.harness.patience import patient
 from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
@@ -77,6 +82,14 @@ def test_what_belongs_to_epochs_is_forgotten_with_them_and_the_rest_is_kept() ->
     lasting.close()
 
 
+def test_a_value_that_is_too_long_is_an_error_of_who_sets_it(two: Two, peer_store: PeerStoreServer) -> None:
+    for store in (two[0].set, peer_store.put):
+        with pytest.raises(ValueError, match="more than the limit"):
+            store("long", "x" * (store_module.LONGEST_MESSAGE // 4 * 3))
+    two[0].set("long", "x" * (1 << 20))
+    assert two[1].get("long") == b"x" * (1 << 20)
+
+
 def test_torch_can_use_it_as_a_store(two: Two) -> None:
     """As NCCL does, through a prefix, with bytes of any value."""
     one, other = (dist.PrefixStore("nccl", pinned) for pinned in two)
@@ -100,16 +113,16 @@ SERVES = """
 import sys, time
 from recover_megatron.network.peer_store import PeerStoreServer
 board = PeerStoreServer("127.0.0.1", sys.argv[1].encode())
-board.source = lambda what: b"here"
+board.source = lambda update, parts: b"here"
 print(board.address, flush=True)
 sys.stdin.read()
 """
 
 
 @contextlib.contextmanager
-def other_process(secret: bytes = SECRET) -> Iterator[tuple[int, str]]:
+def other_process() -> Iterator[tuple[int, str]]:
     """One with a peer store that gives to all who ask: its pid, its address."""
-    argv = [sys.executable, "-c", SERVES, secret.decode()]
+    argv = [sys.executable, "-c", SERVES, SECRET.decode()]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -123,10 +136,10 @@ def test_the_death_of_its_worker_is_the_loss_of_a_peer_at_once() -> None:
     with other_process() as (pid, address):
         pinned, fetcher = PeerStoreClient(address, SECRET), Fetcher(address, SECRET, for_long)
         pinned.set("before", "x")
-        assert (pinned.get("before"), fetcher.fetch((0,))) == (b"x", b"here")
+        assert (pinned.get("before"), fetcher.fetch(0, ONE)) == (b"x", b"here")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(PeerLost):
-            fetcher.fetch((0,))
+            fetcher.fetch(0, ONE)
         with pytest.raises(PeerLost, match="unreachable"):
             await_key(pinned, "after", CancelToken(1), DEADLINE)
         with pytest.raises(PeerLost):
@@ -145,21 +158,13 @@ def test_a_board_that_has_gone_silent_blocks_nobody_and_the_revocation_ends_the_
             await_key(pinned, "theirs", cancel_token, DEADLINE)
 
 
-def test_a_board_of_another_run_is_not_believed() -> None:
-    with other_process(b"the secret of another run") as (_, address):
-        with pytest.raises(PeerLost):
-            PeerStoreClient(address, SECRET).get("key")
-        with pytest.raises(PeerLost):
-            Fetcher(address, SECRET, for_long)
-
-
 def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-def next_frame(stream: BinaryIO) -> dict[str, Any]:
+def hear[T](stream: BinaryIO, stage: Stage[T]) -> T:
     (length,) = struct.unpack(">I", stream.read(4))
-    return connection.parse(stream.read(length))
+    return stage.parse(stream.read(length))
 
 
 # ---- strangers
@@ -203,24 +208,16 @@ def test_silent_connections_are_dropped_the_oldest_first_and_after_a_while_all(
             stranger.close()
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        *map(framed, (b"{}", b"nonsense", b'{"nonce": "a", "mac": "b"}', b'["set"]', b"[" * 900, b"{" * 900, b"17")),
-        framed(b'{"nonce": [], "mac": {}}'),
-        framed(b"\xff"),
-        framed(b"x" * 1025)[:100],
-        b"x" * 5000,
-        b"",
-    ],
-    ids=range(12),
-)
+TOO_LONG = framed(b"x" * (messages.MAX_HANDSHAKE + 1))
+
+
+@pytest.mark.parametrize("said", [framed(b"{}"), encode(messages.Auth("0" * 64, "0" * 64)), TOO_LONG[:100], b""])
 def test_a_stranger_is_sent_away_and_costs_its_own_connection_and_no_traceback(
     peer_store: PeerStoreServer, two: Two, said: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with connect(peer_store) as stranger, stranger.makefile("rb") as stream:
-        assert set(next_frame(stream)) == {"nonce"}
-        stranger.sendall(said + framed(b'{"set": "poison", "value": "x"}'))
+        hear(stream, messages.CHALLENGE)
+        stranger.sendall(said + encode(store_module.Value("poison", b"x")))
         stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # not all was read
             assert stream.read() == b""
@@ -229,18 +226,44 @@ def test_a_stranger_is_sent_away_and_costs_its_own_connection_and_no_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_deep_nesting_of_one_who_knows_the_secret_is_an_error_of_its_connection(
-    peer_store: PeerStoreServer, capfd: pytest.CaptureFixture[str]
+REQUESTS: list[dict[str, Any]] = [
+    {"type": "value", "key": "poison", "value": "AA==", "epoch": 1},
+    {"type": "want", "key": "poison"},
+    {"type": "fetch", "update": 1, "parts": [[1, 2, 3]]},
+    {"type": "stream", "name": "poison"},
+]
+WRONG: list[Any] = [True, -1, 1.5, 1 << 54, "x" * 70_001, [], {}, [[]], ["x"], [[1, 2, -3]]]
+
+
+class Watched(PeerStoreServer):
+    """A peer store that notes what a request makes it do, and what fails."""
+
+    def note(self, *arguments: object) -> None:
+        self.came = arguments
+
+    _set = _hand_over = _send_fetched = _failed = note  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def watched() -> Watched:
+    return Watched(HOST, SECRET)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(REQUESTS), st.data())
+def test_a_spoiled_request_of_one_who_knows_the_secret_does_nothing_and_ends_the_connection(
+    watched: Watched, sound: dict[str, Any], data: st.DataObject
 ) -> None:
-    with connect(peer_store) as sock, sock.makefile("rb") as stream:
-        nonce = next_frame(stream)["nonce"]
-        mac = Challenge(SECRET).of_client(nonce, "mine")
-        sock.sendall(connection.encode({"nonce": "mine", "mac": mac}, 1 << 10))
-        next_frame(stream)
-        sock.sendall(framed(b"[" * 200_000))
+    spoiled = {**sound, data.draw(st.sampled_from([*sound, "another"])): data.draw(st.sampled_from(WRONG))}
+    with connect(watched) as sock, sock.makefile("rb") as stream:
+        auth, owed = answer(SECRET, PEER_STORE, hear(stream, messages.CHALLENGE))
+        sock.sendall(encode(auth))
+        assert hear(stream, messages.PROOF) == Proof(owed)
+        sock.sendall(framed(json.dumps(spoiled).encode()) + encode(store_module.Value("poison", b"x")))
+        sock.shutdown(socket.SHUT_WR)
         assert hung_up(sock)
-    assert works(peer_store)
-    assert "Traceback" not in capfd.readouterr().err
+    assert not hasattr(watched, "came")
+    assert not watched._wanted
 
 
 WITHOUT_DESCRIPTORS = """
@@ -294,8 +317,11 @@ def test_a_board_without_descriptors_lets_go_of_strangers_and_serves_on() -> Non
 DATA = bytes(range(256)) * 100_000
 
 
-def give(what: Sequence[int]) -> bytes | None:
-    start, stop = what
+ONE = [(0, 0, 1)]
+
+
+def give(update: int, parts: Sequence[Range]) -> bytes | None:
+    [(_, start, stop)] = parts
     return DATA[start:stop] if stop <= len(DATA) else None
 
 
@@ -303,10 +329,10 @@ def for_long() -> None:
     """Waits for as long as it takes."""
 
 
-def fetched(address: str, what: Sequence[int]) -> bytes | None:
+def fetched(address: str, start: int, stop: int) -> bytes | None:
     """By a connection of its own."""
     with contextlib.closing(Fetcher(address, SECRET, for_long)) as fetcher:
-        return fetcher.fetch(what)
+        return fetcher.fetch(0, [(0, start, stop)])
 
 
 @pytest.fixture
@@ -318,60 +344,75 @@ def fetcher(peer_store: PeerStoreServer) -> Iterator[Fetcher]:
 
 def test_what_is_asked_for_comes_bit_for_bit_whatever_its_size(fetcher: Fetcher) -> None:
     for start, stop in ((0, 1), (10, 266), (5, 5 + MOST_BYTES), (7, 7)):
-        assert fetcher.fetch((start, stop)) == DATA[start:stop]
+        assert fetcher.fetch(0, [(0, start, stop)]) == DATA[start:stop]
 
 
 def test_what_the_other_one_does_not_have_is_none_and_the_next_question_is_answered(fetcher: Fetcher) -> None:
-    assert fetcher.fetch((0, len(DATA) + 1)) is None
-    assert fetcher.fetch((3, 9)) == DATA[3:9]
+    assert fetcher.fetch(0, [(0, 0, len(DATA) + 1)]) is None
+    assert fetcher.fetch(0, [(0, 3, 9)]) == DATA[3:9]
 
 
 def test_a_board_that_was_given_no_source_has_nothing() -> None:
-    assert fetched(PeerStoreServer(HOST, SECRET).address, (0, 1)) is None
+    assert fetched(PeerStoreServer(HOST, SECRET).address, 0, 1) is None
 
 
 def test_a_fault_of_the_source_costs_the_connection_and_not_the_board(
     peer_store: PeerStoreServer, fetcher: Fetcher
 ) -> None:
     with pytest.raises(PeerLost, match="closed the connection"):
-        fetcher.fetch((1, 2, 3))  # too many values to unpack: a ValueError
-    assert fetched(peer_store.address, (0, 3)) == DATA[:3]
+        fetcher.fetch(0, ONE * 2)  # too many values to unpack: a ValueError
+    assert fetched(peer_store.address, 0, 3) == DATA[:3]
 
 
 def test_a_board_still_tells_values_while_it_gives_bytes(peer_store: PeerStoreServer, fetcher: Fetcher) -> None:
     with contextlib.closing(PeerStoreClient(peer_store.address, SECRET)) as pinned:
         pinned.set("key", "value")
-        assert fetcher.fetch((0, MOST_BYTES)) == DATA[:MOST_BYTES]
+        assert fetcher.fetch(0, [(0, 0, MOST_BYTES)]) == DATA[:MOST_BYTES]
         assert pinned.get("key") == b"value"
 
 
-def test_an_answer_of_somebody_who_does_not_know_the_secret_is_not_taken() -> None:
-    """It is a peer store, but not one of this run: who asks checks, too."""
-    with socket.create_server((HOST, 0)) as stranger:
+NONCE = "0f" * 32
+SOUND = encode(Challenge(messages.PROTOCOL_VERSION, NONCE))
+OLD = messages.PROTOCOL_VERSION - 1
+
+
+@pytest.mark.parametrize(
+    ("secret", "challenge", "said", "why"),
+    [
+        (b"another", SOUND, b"", "does not know the run's secret"),
+        (SECRET, encode(Challenge(OLD, NONCE)), b"", f"has protocol version {OLD}"),
+        (SECRET, framed(b'{"nonce":"n"}'), b"", "ValidationError"),
+        (SECRET, TOO_LONG, b"", "longer than the limit"),
+        *((SECRET, SOUND, framed(body), "ValidationError") for body in (b'{"size":16777217}', b'{"key":"k"}', b"[]")),
+    ],
+    ids=range(7),
+)
+def test_an_answer_that_a_peer_store_of_this_run_does_not_give_is_not_taken(
+    secret: bytes, challenge: bytes, said: bytes, why: str
+) -> None:
+    with socket.create_server((HOST, 0)) as poser, ThreadPoolExecutor() as pool:
 
         def pose() -> None:
-            sock, _ = stranger.accept()
-            with sock:
-                sock.sendall(connection.encode({"nonce": "n"}, 100))
-                sock.recv(1 << 16)
-                sock.sendall(connection.encode({"mac": "made up"}, 100))
+            sock, _ = poser.accept()
+            with sock, sock.makefile("rb") as stream, contextlib.suppress(struct.error):
+                sock.sendall(challenge)
+                proof = accept(secret, PEER_STORE, NONCE, hear(stream, messages.AUTH)) or Proof(NONCE)
+                sock.sendall(encode(proof) + said)
                 assert hung_up(sock)
 
-        threading.Thread(target=pose, daemon=True).start()
-        with pytest.raises(PeerLost, match="does not know the run's secret"):
-            fetched(f"{HOST} {stranger.getsockname()[1]}", (0, 1))
-
-
-def test_an_announcement_over_the_limit_is_not_waited_for() -> None:
-    big = PeerStoreServer(HOST, SECRET)
-    big.source = lambda what: bytes(MOST_BYTES + 1)
-    with pytest.raises(PeerLost, match="the limit is"):
-        fetched(big.address, (0,))
+        address = f"{HOST} {poser.getsockname()[1]}"
+        posed = [pool.submit(pose) for _ in range(2)]
+        with pytest.raises(PeerLost, match=why):
+            fetched(address, 0, 1)
+        with contextlib.closing(PeerStoreClient(address, SECRET)) as pinned, pytest.raises(PeerLost, match=why):
+            pinned.get("k")
+        for each in posed:
+            each.result(DEADLINE)
 
 
 def test_neither_end_of_a_connection_holds_a_small_message_back(peer_store: PeerStoreServer) -> None:
     """With Nagle's algorithm the second part of an answer waits up to 40 ms for an acknowledgement of the first."""
-    client = open_stream(peer_store.address, Challenge(SECRET), "kind/name")
+    client = open_stream(peer_store.address, SECRET, "kind/name")
     with client, peer_store.streams.take("kind/name", for_long) as server:
         assert all(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in (client, server))
 
@@ -390,7 +431,7 @@ def test_a_process_that_is_stopped_is_waited_for_only_as_long_as_patience_lasts(
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)  # until the last of its threads has stopped
         with pytest.raises(PeerLost, match="it is gone"):
-            fetcher.fetch((0,))
+            fetcher.fetch(0, ONE)
     assert asked == 2
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from cluster import ROOT, Cluster, cluster
 
-from recover_megatron.membership import wire
 from recover_megatron.membership.io.client import Observer
 from recover_megatron.membership.messages.to_coordinator import Observe
 from recover_megatron.membership.view import MAX_OBSERVERS
 from recover_megatron.membership.wire import read_secret_file
+from recover_megatron.network import messages as wire
 from tests.harness.waiting import DEADLINE
 
 pytestmark = pytest.mark.slow

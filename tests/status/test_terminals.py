@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.membership import wire
+from recover_megatron.network import messages as wire
 from recover_megatron.run_log.steps import not_shown
 from recover_megatron.status.__main__ import main
 from recover_megatron.tools.__main__ import main as tools

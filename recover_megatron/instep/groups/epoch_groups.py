@@ -35,7 +35,6 @@ from recover_megatron.collectives.state.holder import KIND, LARGE_CHUNK, Offer, 
 from recover_megatron.collectives.state.receiver import Receiver, Shared, Source
 from recover_megatron.collectives.state.trees import Place, new_memory
 from recover_megatron.collectives.tree import Tree, TreeBackend
-from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.workload.grid import Slot
 
@@ -70,8 +69,7 @@ class CommunicationConfig:
 
     def source(self, worker: int, address: str, key: str, patience: Callable[[], None]) -> Source:
         """Return the source of the state that ``worker``, with a peer store at ``address``, offers under ``key``."""
-        challenge = Challenge(self.secret)
-        return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{key}", patience))
+        return Source(worker, lambda: open_stream(address, self.secret, f"{KIND}/{key}", patience))
 
     @property
     def over_nccl(self) -> bool:

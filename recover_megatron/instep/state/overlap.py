@@ -35,7 +35,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.shards import Shards
 from recover_megatron.instep.trainer import alive
 from recover_megatron.logger import get_logger
-from recover_megatron.network.peer_store import MOST_BYTES
+from recover_megatron.network.peer_store import MOST_BYTES, MOST_PARTS, Range
 from recover_megatron.workload.grid import Column
 from recover_megatron.workload.shards import owned
 
@@ -43,8 +43,6 @@ log = get_logger(__name__)
 
 Part = tuple[int, Span]
 """(Number of a bucket, span of the bucket's elements)."""
-MOST_PARTS = 4096
-"""Greatest number of parts in one request to a holder."""
 UNREACHED_SECONDS = 5.0
 """Seconds after which a live holder counts as unreachable if no connection to it succeeds."""
 RETRY_SECONDS = 0.02
@@ -98,20 +96,17 @@ class Overlap:
         """Stop serving parameters to other workers, before this worker's parameters change."""
         self._published = None
 
-    def give(self, what: Sequence[int]) -> bytes | None:
+    def give(self, update: int, parts: Sequence[Range]) -> bytes | None:
         """Answer another worker's request: return the requested parts, concatenated; None: refused.
 
         Refuses if another update or none is served, or if the answer would exceed ``MOST_BYTES``.  Raises ValueError if
-        the model has no such parts.
-
-        ``what``: [update, then bucket, start and stop of each part].  Called by the peer store's thread.
+        the model has no such parts.  Called by the peer store's thread.
         """
-        update, *numbers = what
-        parts = [self._flat(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
-        if update != self._published or sum(part.nbytes for part in parts) > MOST_BYTES:
+        flat = [self._flat(*part) for part in parts]
+        if update != self._published or sum(part.nbytes for part in flat) > MOST_BYTES:
             return None
         with beside(self._gpu, self._made, within()):
-            on_host = [_on_host(part) for part in parts]
+            on_host = [_on_host(part) for part in flat]
         return b"".join(part.view(torch.uint8).numpy().tobytes() for part in on_host)
 
     def _flat(self, number: int, start: int, stop: int) -> torch.Tensor:
@@ -248,7 +243,7 @@ class Overlap:
 
         If no holder can answer any more, calls ``lose``.  Raises ``PeerLost`` if all live holders are unreachable.
         """
-        what = [self._update, *(number for bucket, span in parts for number in (bucket, span.start, span.stop))]
+        ranges = [(bucket, span.start, span.stop) for bucket, span in parts]
         refused: set[int] = set()
         unreached: dict[int, float] = {}
         while True:
@@ -256,7 +251,7 @@ class Overlap:
                 if worker in refused or self._is_gone(worker):
                     continue
                 try:
-                    data = self._ask(worker, what)
+                    data = self._ask(worker, ranges)
                 except PeerLost as lost:
                     if lost.unreachable:
                         unreached.setdefault(worker, time.monotonic())
@@ -278,12 +273,12 @@ class Overlap:
                 )
             time.sleep(RETRY_SECONDS)  # retry until a holder answers or is reported dead
 
-    def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
+    def _ask(self, worker: int, ranges: Sequence[Range]) -> bytes | None:
         if worker not in self._fetchers:
             recovery = self._recovery
             address, secret = recovery.assignment.decision.peer_stores[worker], recovery.comm_config.secret
             self._fetchers[worker] = Fetcher(address, secret, lambda: self._wait_for(worker))
-        return self._fetchers[worker].fetch(what)
+        return self._fetchers[worker].fetch(self._update, ranges)
 
     def _wait_for(self, worker: int) -> None:
         self._recovery.orphan.stay()

@@ -26,7 +26,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from recover_megatron.membership import wire
 from recover_megatron.membership.events import (
     Abandon,
     Accepted,
@@ -44,7 +43,8 @@ from recover_megatron.membership.events import (
 from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import AuthenticationError, MembershipError
 from recover_megatron.membership.sides.follower import Follower, Stage
-from recover_megatron.membership.wire import Secret
+from recover_megatron.membership.wire import MAX_TO_COORDINATOR, TO_MEMBER, Secret
+from recover_megatron.network import messages
 from recover_megatron.network.connection import proves
 from recover_megatron.network.system import close_in_children
 
@@ -74,7 +74,7 @@ class Client:
         self._sock: socket.socket | None = None
         self._state = ""
         self._expected_proof = ""
-        self._decoder = wire.Decoder()
+        self._decoder = messages.Decoder()
         self._out = bytearray()
         self._abandoned: list[socket.socket] = []
         self._rejections = 0
@@ -218,18 +218,18 @@ class Client:
             return
         self._state = "challenged"
         self._handle(Accepted())
-        self._decoder = wire.Decoder()
+        self._decoder = messages.Decoder()
         self._watch()
 
-    def _challenged(self, message: wire.Challenge) -> None:
-        if message.version != wire.PROTOCOL_VERSION:
-            self._fail(f"the coordinator has protocol version {message.version}, not {wire.PROTOCOL_VERSION}")
+    def _challenged(self, message: messages.Challenge) -> None:
+        if message.version != messages.PROTOCOL_VERSION:
+            self._fail(f"the coordinator has protocol version {message.version}, not {messages.PROTOCOL_VERSION}")
             return
         auth, self._expected_proof = self._secret.answer(message)
         self._state = "proving"
         self._say(auth)
 
-    def _proved(self, message: wire.Proof) -> None:
+    def _proved(self, message: messages.Proof) -> None:
         if not proves(message.mac, self._expected_proof):
             self._fail("the coordinator does not know the job's secret")
             return
@@ -266,7 +266,7 @@ class Client:
         try:
             while self._sock is sock and self._take_message():
                 pass
-        except wire.WireError as error:
+        except messages.WireError as error:
             if self._state == "open":
                 self._abandon(f"malformed message: {error}")
                 self._handle(Lost(f"the coordinator sent a malformed message: {error}"))
@@ -276,14 +276,14 @@ class Client:
     def _take_message(self) -> bool:
         """Process the next message. Return False if it is not complete yet."""
         decoder = self._decoder
-        if self._state == "open" and (message := decoder.message(wire.TO_MEMBER)) is not None:
+        if self._state == "open" and (message := decoder.message(TO_MEMBER)) is not None:
             if isinstance(message, to_member.Candidates):  # leave out those that this process has known since its start
                 added = [address for address in message.added if address not in self._launched]
                 message = replace(message, added=added)
             self._handle(Heard(message))
-        elif self._state == "challenged" and (challenge := decoder.message(wire.CHALLENGE)) is not None:
+        elif self._state == "challenged" and (challenge := decoder.message(messages.CHALLENGE)) is not None:
             self._challenged(challenge)
-        elif self._state == "proving" and (proof := decoder.message(wire.PROOF)) is not None:
+        elif self._state == "proving" and (proof := decoder.message(messages.PROOF)) is not None:
             self._proved(proof)
         else:
             return False
@@ -291,7 +291,7 @@ class Client:
 
     def _say(self, message: fields.Message) -> None:
         if self._sock is not None:
-            self._out += wire.encode(message, wire.MAX_TO_COORDINATOR)
+            self._out += messages.encode(message, MAX_TO_COORDINATOR)
             self._flush()
 
     def _flush(self) -> None:
@@ -316,10 +316,10 @@ class Client:
         if self._sock is None:
             return
         self._say(to_coordinator.Abandon(reason[:2000]))
-        with contextlib.suppress(OSError, wire.WireError):
+        with contextlib.suppress(OSError, messages.WireError):
             while self._state == "open" and (data := self._sock.recv(1 << 18)):
                 self._decoder.feed(data)
-                while (message := self._decoder.message(wire.TO_MEMBER)) is not None:
+                while (message := self._decoder.message(TO_MEMBER)) is not None:
                     self.core.late_message(message)
         self._selector.modify(self._sock, selectors.EVENT_READ)
         self._abandoned.append(self._sock)
@@ -377,7 +377,7 @@ class Observer:
     def __init__(self, address: Address, secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
         self.name = f"{address[0]}:{address[1]}"
         self._timeout = timeout
-        self._decoder = wire.Decoder()
+        self._decoder = messages.Decoder()
         try:
             self._sock = socket.create_connection(address, timeout)
         except OSError as error:
@@ -394,7 +394,7 @@ class Observer:
         ``drain``: also request a drain of the node or host of that name; a candidate that does not lead ignores it.
         """
         self._send(to_coordinator.Observe() if drain is None else to_coordinator.Drain(drain))
-        message = self._hear(wire.TO_MEMBER)
+        message = self._hear(TO_MEMBER)
         if isinstance(message, to_member.Refused):
             raise NoAnswer(f"{self.name}: {message.reason}")
         if not isinstance(message, to_member.View | to_member.Stop):
@@ -406,14 +406,14 @@ class Observer:
         self._sock.close()
 
     def _shake_hands(self, secret: Secret) -> None:
-        challenge = self._hear(wire.CHALLENGE)
-        if challenge.version != wire.PROTOCOL_VERSION:
-            text = f"{self.name} has protocol version {challenge.version}, this program {wire.PROTOCOL_VERSION}"
+        challenge = self._hear(messages.CHALLENGE)
+        if challenge.version != messages.PROTOCOL_VERSION:
+            text = f"{self.name} has protocol version {challenge.version}, this program {messages.PROTOCOL_VERSION}"
             raise OtherVersion(f"{text}: use the recover-status that belongs to the run")
         auth, expected = secret.answer(challenge)
         self._send(auth)
         try:
-            proof = self._hear(wire.PROOF)
+            proof = self._hear(messages.PROOF)
         except NoAnswer as error:
             if "closed the connection" not in str(error):
                 raise
@@ -424,13 +424,13 @@ class Observer:
     def _send(self, message: fields.Message) -> None:
         try:
             self._sock.settimeout(self._timeout)
-            self._sock.sendall(wire.encode(message, wire.MAX_HANDSHAKE))
+            self._sock.sendall(messages.encode(message, messages.MAX_HANDSHAKE))
         except OSError as error:
             # Messages that the candidate sent before it closed must still be read: one may be ``stop``.
             if not isinstance(error, ConnectionError):
                 raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
 
-    def _hear[T](self, stage: wire.Stage[T]) -> T:
+    def _hear[T](self, stage: messages.Stage[T]) -> T:
         until = time.monotonic() + self._timeout
         try:
             while (message := self._decoder.message(stage)) is None:
@@ -443,7 +443,7 @@ class Observer:
             raise NoAnswer(f"{self.name} did not answer within {self._timeout:.0f} s") from error
         except ConnectionError as error:
             raise NoAnswer(f"{self.name} closed the connection ({error.strerror})") from error
-        except wire.WireError as error:
+        except messages.WireError as error:
             raise NoAnswer(f"{self.name} is not a coordinator: {error}") from error
         except OSError as error:
             raise NoAnswer(f"{self.name}: {error.strerror or error}") from error

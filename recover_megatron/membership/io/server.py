@@ -26,7 +26,6 @@ from pathlib import Path
 
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import get_logger
-from recover_megatron.membership import wire
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -49,8 +48,9 @@ from recover_megatron.membership.io.lease import Lease
 from recover_megatron.membership.io.testimony import WitnessThread
 from recover_megatron.membership.messages import to_coordinator, to_member
 from recover_megatron.membership.records import Json, WorkerId
-from recover_megatron.membership.wire import Secret
-from recover_megatron.network.connection import nonce, proves
+from recover_megatron.membership.wire import TO_COORDINATOR, Secret
+from recover_megatron.network import messages
+from recover_megatron.network.connection import nonce
 from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors
 
@@ -81,7 +81,7 @@ class _Connection:
         self.nonce = nonce()
         self.proved = False
         self.closing = False
-        self.decoder = wire.Decoder()
+        self.decoder = messages.Decoder()
         self.out: deque[memoryview] = deque()
         self.queued = 0
 
@@ -196,7 +196,7 @@ class CoordinatorServer:
             late = f"no proof of the secret within {HANDSHAKE_SECONDS:.0f} s"
             connection.timer = self._loop.call_later(HANDSHAKE_SECONDS, self._reject, connection, late)
             self._loop.add_reader(connection.descriptor, self._read, connection)
-            self._write(connection, wire.encode(wire.Challenge(wire.PROTOCOL_VERSION, connection.nonce)))
+            self._write(connection, messages.encode(messages.Challenge(messages.PROTOCOL_VERSION, connection.nonce)))
             if len(self._unproved) > self._max_unproved:
                 self._reject(next(iter(self._unproved.values())), "too many connections without proof")
 
@@ -216,15 +216,15 @@ class CoordinatorServer:
         if count < MOST_IN_A_PERIOD:
             self._log({"event": kind, **record})
 
-    def _prove(self, connection: _Connection, message: wire.Auth) -> None:
-        if not proves(message.mac, self._secret.mac("member", connection.nonce, message.nonce)):
+    def _prove(self, connection: _Connection, message: messages.Auth) -> None:
+        proof = self._secret.accept(connection.nonce, message)
+        if proof is None:
             self._reject(connection, "does not know the job's secret")
             return
         connection.proved = True
         connection.timer.cancel()
         del self._unproved[connection.number]
-        proof = self._secret.mac("coordinator", connection.nonce, message.nonce)
-        self._write(connection, wire.encode(wire.Proof(proof)))
+        self._write(connection, messages.encode(proof))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -245,16 +245,16 @@ class CoordinatorServer:
         try:
             while connection.number in self._connections and not connection.closing:
                 if not connection.proved:
-                    if (auth := connection.decoder.message(wire.AUTH)) is None:
+                    if (auth := connection.decoder.message(messages.AUTH)) is None:
                         return
                     self._prove(connection, auth)
                     continue
-                if (message := connection.decoder.message(wire.TO_COORDINATOR)) is None:
+                if (message := connection.decoder.message(TO_COORDINATOR)) is None:
                     return
                 if isinstance(message, to_coordinator.Ended):
                     self._read_rest(message.worker)
                 self._handle(Received(connection.number, message))
-        except wire.WireError as error:
+        except messages.WireError as error:
             self._reject(connection, f"malformed: {error}")
             self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
 
@@ -288,7 +288,7 @@ class CoordinatorServer:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def _send(self, sessions: tuple[int, ...], message: to_member.ToMember) -> None:
-        frame = wire.encode(message)
+        frame = messages.encode(message)
         for session in sessions:
             connection = self._connections.get(session)
             if connection is None or connection.closing or (connection.out and isinstance(message, to_member.View)):

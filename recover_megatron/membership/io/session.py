@@ -5,6 +5,7 @@ Every wait ends with its result, with ``EpochRevoked``, or (the worker is *out*)
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -28,7 +29,8 @@ from recover_megatron.membership.records import (
 )
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, Secret, find_secret
-from recover_megatron.network import connection, death_notice, system
+from recover_megatron.network import death_notice, system
+from recover_megatron.network.messages import frame
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 RevokeCallback = Callable[[int, str], None]
@@ -179,8 +181,9 @@ class Session:
         epoch was not revoked, this call requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
         ``ValueError`` if the status is too long or too deep, or is not JSON.
         """
-        body = connection.encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)[4:]
-        status = connection.parse(body)["status"]  # only lists, objects and plain values, and no NaN
+        text = json.dumps(status, separators=(",", ":"), allow_nan=False)
+        frame(text.encode(), MAX_TO_COORDINATOR // 2, "join")  # checks the length
+        status = json.loads(text)  # only lists, objects and plain values
         fields.check_depth(status, fields.MAX_DEPTH)
         with self._client.condition:
             self._raise_if_out()

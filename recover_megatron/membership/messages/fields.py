@@ -1,4 +1,4 @@
-"""Parts of messages: the base class, the fields' types with their bounds, and what a member presents.
+"""Parts of messages: the fields' types with their bounds, and what a member presents.
 
 No incoming data is trusted. msgspec checks types and bounds when it decodes a message. ``read_runs`` (the decoders'
 ``dec_hook``) and ``__post_init__`` check what a ``Meta`` cannot express.
@@ -6,21 +6,19 @@ No incoming data is trusted. msgspec checks types and bounds when it decodes a m
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Self
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
 from recover_megatron.membership import records
 from recover_megatron.membership.records import Runs, WorkerId, from_runs, to_runs
+from recover_megatron.network.messages import Message, Number, Part
 
 MAX_DEPTH = 100
 """Maximum depth of lists and objects in a status. A plan contains statuses, so it may be ten times as deep. That is
 still less than the interpreter can encode again (about 1,500)."""
 
 Worker = Annotated[WorkerId, Meta(ge=0, lt=records.MAX_WORKERS)]
-Number = Annotated[int, Meta(ge=0, le=1 << 53)]
-"""Number of an epoch or of an iteration."""
 Term = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """Term of a coordinator (``records.next_term``), of at most 63 bits: enough for 2**31 takeovers."""
 PlanId = tuple[Number, Term]
@@ -34,7 +32,6 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2048)]
 Address = tuple[Name, Annotated[int, Meta(ge=1, le=65535)]]
 Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Hex64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Rows = list[dict[str, Any]]
 _CONTAINERS = {dict, list, tuple}
 
@@ -60,19 +57,6 @@ def check_depth(value: Any, most: int) -> None:
         if not level:
             return
     raise ValueError(f"lists or objects are more than {most} deep")
-
-
-class Part(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Part of a message."""
-
-
-class Message(Part, frozen=True, tag_field="type", tag=lambda name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()):
-    """Message with the field ``type``: the name of its class in lower case, such as "attach_node_agent"."""
-
-    @property
-    def kind(self) -> str:
-        """The value of the field ``type``."""
-        return str(self.__struct_config__.tag)
 
 
 class OfEpoch(Message, frozen=True):

@@ -20,7 +20,7 @@ from recover_megatron.membership.messages.fields import NO_PLAN
 from recover_megatron.membership.messages.plan_changes import pack, unpack
 from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Opened, Plan, Settings, WorkerId
 from recover_megatron.membership.sides.follower import Follower, Stage
-from recover_megatron.network.connection import WireError
+from recover_megatron.network.messages import WireError
 
 
 class Member(Follower):
