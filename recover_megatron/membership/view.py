@@ -84,8 +84,9 @@ class History:
 
     def _fault(self, event: str, record: Mapping[str, Json], now: float) -> None:
         kind = record["kind"] if event == "fault" else event
-        why = record.get("reason") or record.get("error")
-        why = why or f"all workers wait for each other in epoch {record['epoch']}"
+        why = record.get("reason") or record.get("error") or "no reason given"
+        if event == "stuck":
+            why = f"all workers wait for each other in epoch {record['epoch']}"
         fault = {"kind": kind, "worker": record.get("worker"), "host": _cut(record.get("host", ""), _NAME)}
         self.faults.append((now, {**fault, "why": _cut(why, _REASON)}))
         if kind == "out":

@@ -106,6 +106,14 @@ def test_an_evicted_worker_stays_evicted_when_its_launcher_has_killed_it() -> No
     assert (row["fate"], row["why"]) == ("out", "no progress for 7.1 s; its process has ended (SIGKILL)")
 
 
+def test_a_run_that_a_worker_ends_without_a_reason_ends_in_order() -> None:
+    world, coordinator = steady()
+    effects = coordinator.handle(Received(coordinator.roster.workers[1].session, GiveUp(5, "")), world.now)
+    assert coordinator.state is State.STOPPED
+    assert any(isinstance(effect, Send) and isinstance(effect.message, Stop) for effect in effects)
+    assert picture(coordinator, world.now).faults[-1]["why"] == "no reason given"
+
+
 def test_an_observer_is_answered_by_a_candidate_that_does_not_lead_too() -> None:
     coordinator = Coordinator(3, SETTINGS, salt=1)
     (answer,) = asked(coordinator, 1, 0.0)
