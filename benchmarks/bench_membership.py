@@ -62,7 +62,7 @@ from recover_megatron.network.messages import Decoder
 
 HEARTBEAT = 1.0
 MANY = 100
-SENT: wire.Stage[Message] = wire.Stage(wire.Challenge | wire.Proof | ToMember, MAX_TO_MEMBER, read_runs)
+SENT: wire.Schema[Message] = wire.Schema(wire.Challenge | wire.Proof | ToMember, MAX_TO_MEMBER, read_runs)
 """All messages of a coordinator."""
 
 

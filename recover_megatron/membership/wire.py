@@ -1,4 +1,4 @@
-"""Stages of a connection to a coordinator, and the job's secret.
+"""Schemas of the messages to and from a coordinator, and the job's secret.
 
 A connection begins with the proof of the secret, like any connection of the run (``network.connection``); the
 coordinator is the server. Then come the messages of ``messages``.
@@ -16,15 +16,15 @@ from recover_megatron.membership.messages.to_coordinator import ToCoordinator
 from recover_megatron.membership.messages.to_member import ToMember
 from recover_megatron.membership.records import SecretError
 from recover_megatron.network import connection
-from recover_megatron.network.messages import LONGEST, Auth, Challenge, Proof, Stage
+from recover_megatron.network.messages import LONGEST, Auth, Challenge, Proof, Schema
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 MAX_TO_COORDINATOR = 16 << 20
 """Maximum bytes of one message from a member. The largest messages contain a status, or the last plan."""
 MAX_TO_MEMBER = LONGEST
 """Maximum bytes of one message to a member. The largest messages contain a plan."""
-TO_COORDINATOR: Stage[ToCoordinator] = Stage(ToCoordinator, MAX_TO_COORDINATOR, read_runs)
-TO_MEMBER: Stage[ToMember] = Stage(ToMember, MAX_TO_MEMBER, read_runs)
+TO_COORDINATOR: Schema[ToCoordinator] = Schema(ToCoordinator, MAX_TO_COORDINATOR, read_runs)
+TO_MEMBER: Schema[ToMember] = Schema(ToMember, MAX_TO_MEMBER, read_runs)
 
 _PURPOSE = "recover-membership"
 SECRET_FILE = "secret"

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from recover_megatron.network import messages
-from recover_megatron.network.messages import Auth, Challenge, Message, Proof, Stage, WireError, encode
+from recover_megatron.network.messages import Auth, Challenge, Message, Proof, Schema, WireError, encode
 from recover_megatron.network.system import is_silent, watch
 
 PEER_STORE = "peer-store"
@@ -162,9 +162,9 @@ class Connection:
         except OSError as error:
             raise Unreachable(str(error)) from error
 
-    def receive[T](self, stage: Stage[T]) -> T:
+    def receive[T](self, schema: Schema[T]) -> T:
         try:
-            while (message := self._decoder.message(stage)) is None:
+            while (message := self._decoder.message(schema)) is None:
                 self._more()
             return message
         except WireError as error:

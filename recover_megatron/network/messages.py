@@ -70,11 +70,11 @@ class Proof(Message, frozen=True):
     mac: Hex64
 
 
-class Stage[T]:
-    """Stage of a connection, for one direction. ``limit``: maximum bytes of one message."""
+class Schema[T]:
+    """Messages that are expected at one stage of a connection. ``limit``: maximum bytes of one message."""
 
     def __init__(self, messages: Any, limit: int, dec_hook: Callable[[Any, Any], Any] | None = None) -> None:
-        """Create a stage in which ``messages`` (a type, or a union) are expected.
+        """Create the schema of ``messages`` (a type, or a union).
 
         ``dec_hook``: function, as in msgspec, that checks fields of types that msgspec does not know.
         """
@@ -82,7 +82,7 @@ class Stage[T]:
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(messages, dec_hook=dec_hook)
 
     def parse(self, body: bytes) -> T:
-        """Return the message in ``body``. Raises ``WireError`` if this stage does not expect it."""
+        """Return the message in ``body``. Raises ``WireError`` if this schema does not have it."""
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -90,9 +90,9 @@ class Stage[T]:
             raise WireError(f"{type(error).__name__}: {error}"[:MAX_QUOTED]) from error
 
 
-CHALLENGE: Stage[Challenge] = Stage(Challenge, MAX_HANDSHAKE)
-AUTH: Stage[Auth] = Stage(Auth, MAX_HANDSHAKE)
-PROOF: Stage[Proof] = Stage(Proof, MAX_HANDSHAKE)
+CHALLENGE: Schema[Challenge] = Schema(Challenge, MAX_HANDSHAKE)
+AUTH: Schema[Auth] = Schema(Auth, MAX_HANDSHAKE)
+PROOF: Schema[Proof] = Schema(Proof, MAX_HANDSHAKE)
 
 
 def _plain(value: Any) -> Any:
@@ -128,10 +128,10 @@ class Decoder:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
-    def message[T](self, stage: Stage[T]) -> T | None:
+    def message[T](self, schema: Schema[T]) -> T | None:
         """Return the next message; None if it is incomplete. A ``WireError`` ends the stream."""
-        body = self.next(stage.limit)
-        return None if body is None else stage.parse(body)
+        body = self.next(schema.limit)
+        return None if body is None else schema.parse(body)
 
     def next(self, limit: int) -> bytes | None:
         """Return the body of the next frame; None if the frame is incomplete.

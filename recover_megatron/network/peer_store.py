@@ -40,7 +40,7 @@ from msgspec import Meta
 from recover_megatron.logger import get_logger
 from recover_megatron.network import messages
 from recover_megatron.network.connection import HANDSHAKE_SECONDS, PEER_STORE, Connection, accept, listen, nonce
-from recover_megatron.network.messages import MAX_HANDSHAKE, Decoder, Message, Number, Stage, WireError, encode
+from recover_megatron.network.messages import MAX_HANDSHAKE, Decoder, Message, Number, Schema, WireError, encode
 from recover_megatron.network.system import close_in_children
 
 LONGEST_MESSAGE = 3 << 19
@@ -96,9 +96,9 @@ class Opened(Message, frozen=True):
 
 
 Request = Value | Want | Fetch | Stream
-REQUEST: Stage[Request] = Stage(Request, LONGEST_MESSAGE)
-VALUE: Stage[Value] = Stage(Value, LONGEST_MESSAGE)
-FETCHED: Stage[Fetched] = Stage(Fetched, MAX_HANDSHAKE)
+REQUEST: Schema[Request] = Schema(Request, LONGEST_MESSAGE)
+VALUE: Schema[Value] = Schema(Value, LONGEST_MESSAGE)
+FETCHED: Schema[Fetched] = Schema(Fetched, MAX_HANDSHAKE)
 
 MOST_WAITING = 4096
 """Maximum number of streams that wait for ``take``; if another stream arrives, the oldest is closed."""
@@ -337,9 +337,9 @@ class PeerStoreServer:
             waiting.write(frame)
 
 
-async def _receive[T](reader: asyncio.StreamReader, decoder: Decoder, stage: Stage[T]) -> T | None:
+async def _receive[T](reader: asyncio.StreamReader, decoder: Decoder, schema: Schema[T]) -> T | None:
     """Return the next message; None at the end of the stream. Raises ``WireError`` for invalid data."""
-    while (message := decoder.message(stage)) is None:
+    while (message := decoder.message(schema)) is None:
         if not (data := await reader.read(1 << 16)):
             return None
         decoder.feed(data)

@@ -57,7 +57,7 @@ from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.sides.node_agent import NodeAgentClient
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER
-from recover_megatron.network.messages import Stage as Wire
+from recover_megatron.network.messages import Schema as Wire
 from recover_megatron.network.messages import encode
 
 SETTINGS = Settings(

@@ -321,7 +321,7 @@ class ByHand:
         """All at once."""
         self.sock.sendall(b"".join(wire.encode(message) for message in messages))
 
-    def hear[M: Message](self, kind: type[M], stage: wire.Stage[Any] = TO_COORDINATOR) -> M:
+    def hear[M: Message](self, kind: type[M], stage: wire.Schema[Any] = TO_COORDINATOR) -> M:
         while True:
             while (message := self.decoder.message(stage)) is None:
                 self.decoder.feed(self.sock.recv(1 << 16))

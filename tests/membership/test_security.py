@@ -38,7 +38,7 @@ def connect(run: Cluster) -> socket.socket:
 
 def receive[M: Message](sock: socket.socket, kind: type[M]) -> M:
     """A message of the handshake."""
-    decoder, stage = wire.Decoder(), wire.Stage(kind, wire.MAX_HANDSHAKE)
+    decoder, stage = wire.Decoder(), wire.Schema(kind, wire.MAX_HANDSHAKE)
     while (message := decoder.message(stage)) is None:
         data = sock.recv(4096)
         if not data:

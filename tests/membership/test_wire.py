@@ -112,7 +112,7 @@ LISTED = {
     for kind, fields in messages.items()
 }
 """Message -> its fields, each with its kind."""
-STAGES: dict[str, wire.Stage[Any]] = {
+STAGES: dict[str, wire.Schema[Any]] = {
     "wire challenge": wire.CHALLENGE, "wire auth": wire.AUTH, "wire proof": wire.PROOF,
     "wire fetched": peer_store.FETCHED,
     **{f"peer {kind.__struct_config__.tag}": peer_store.REQUEST for kind in get_args(peer_store.Request)},

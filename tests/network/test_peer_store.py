@@ -26,7 +26,7 @@ from recover_megatron.collectives.peers import Fetcher, PeerStoreClient
 from recover_megatron.network import messages
 from recover_megatron.network import peer_store as store_module
 from recover_megatron.network.connection import PEER_STORE, accept, answer
-from recover_megatron.network.messages import Challenge, Proof, Stage, encode
+from recover_megatron.network.messages import Challenge, Proof, Schema, encode
 from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer, Range, open_stream
 from tests.harness.patience import patient
 from tests.harness.processes import python
@@ -162,9 +162,9 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-def hear[T](stream: BinaryIO, stage: Stage[T]) -> T:
+def hear[T](stream: BinaryIO, schema: Schema[T]) -> T:
     (length,) = struct.unpack(">I", stream.read(4))
-    return stage.parse(stream.read(length))
+    return schema.parse(stream.read(length))
 
 
 # ---- strangers

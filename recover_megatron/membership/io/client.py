@@ -430,10 +430,10 @@ class Observer:
             if not isinstance(error, ConnectionError):
                 raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
 
-    def _hear[T](self, stage: messages.Stage[T]) -> T:
+    def _hear[T](self, schema: messages.Schema[T]) -> T:
         until = time.monotonic() + self._timeout
         try:
-            while (message := self._decoder.message(stage)) is None:
+            while (message := self._decoder.message(schema)) is None:
                 self._sock.settimeout(max(0.001, until - time.monotonic()))
                 data = self._sock.recv(1 << 18)
                 if not data:
