@@ -1,10 +1,11 @@
-"""Measure the time from a worker's death until all replicas train again: hot spare, restarted worker, restarted job.
+"""Measure the time from a worker's death until all replicas train again: hot spare, replacement, restarted job.
 
     python benchmarks/bench_spares.py --runs 3
 
 recover-run trains on the host device, with three data-parallel replicas of one worker each, which simulate devices that
 take --microbatch-seconds per microbatch.  After iteration STRIKE one worker gets SIGKILL; for the restarted job the
-complete job gets SIGKILL, as from a scheduler.  Columns, in seconds from the kill:
+complete job gets SIGKILL, as from a scheduler.  A replacement is a prepared process, or a new one (--prepared-workers
+0).  Columns, in seconds from the kill:
 
     next step       until the next iteration is committed
     whole           until the first iteration of three replicas begins, which is "committed" less the duration of an
@@ -12,8 +13,9 @@ complete job gets SIGKILL, as from a scheduler.  Columns, in seconds from the ki
     committed       until the first iteration of three replicas is committed
     groups, state   parts of "committed", from the log of the worker that takes the place: its process groups, its state
     lost            number of iterations that are run again (the restarted job has --save-interval 10)
+    memory          MiB of host memory of the waiting prepared process (its proportional set size)
 
-The three methods take turns, so that other load slows all of them equally.
+The methods take turns, so that other load slows all of them equally.
 """
 
 from __future__ import annotations
@@ -47,10 +49,13 @@ from benchmarks.megatron_runs import (
 )
 from recover_megatron.run_log.steps import StepRecord, read_steps
 
-WAYS = ("hot spare", "worker started again", "job started again")
+WAYS = ("hot spare", "prepared replacement", "new replacement", "job started again")
 REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10
 """The kill comes when iteration STRIKE is committed.  After the first iteration of three replicas, a run is stopped as
 soon as its steps.jsonl has GO_ON iterations.  SAVE is the value of --save-interval."""
+WAITS = {"hot spare": "is ready for position", "prepared replacement": "is prepared to replace"}
+"""Method -> text in the log of the process that waits for a death."""
+PREPARED = re.compile(r"process (\d+) is prepared to replace")
 TAKES = re.compile(r"takes position .*: groups ([\d.]+) s, state ([\d.]+) s")
 PATIENCE = 300.0
 
@@ -90,6 +95,14 @@ class Launch:
         return self._process.poll()
 
 
+def resident(log: Path) -> float:
+    """Return the proportional set size, in MiB, of the prepared process that has written ``log``."""
+    pid = PREPARED.search(log.read_text())
+    assert pid is not None
+    rollup = dict(line.split(":", 1) for line in Path(f"/proc/{pid[1]}/smaps_rollup").read_text().splitlines()[1:])
+    return int(rollup["Pss"].split()[0]) / 1024
+
+
 def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
     """Measure one kill with the method ``way``."""
     model = MODELS[options.model]
@@ -97,12 +110,15 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
     training = [SCRIPT, *COMMON, *model.argv, "--train-iters", "100000", "--log-interval", "1000", *saves, "--recover"]
     training += ["--global-batch-size", str(12 * model.micro_batch)]
     more = ["--recover-spares", "1"] if way == "hot spare" else []
-    launcher = ["--max-restarts", "1"] if way == "worker started again" else []
+    prepared = str(int(way == "prepared replacement"))
+    launcher = ["--max-restarts", "1", "--prepared-workers", prepared] if "replacement" in way else []
     run = Launch(folder / "first", [*launcher, *training, *more], options.microbatch_seconds)
-    if way == "hot spare":
-        log = folder / "first" / f"worker-{REPLICAS}.log"
-        run.wait(lambda: log.exists() and "is ready for position" in log.read_text())
+    log, memory = folder / "first" / f"worker-{REPLICAS}.log", 0.0
+    if way in WAITS:
+        run.wait(lambda: log.exists() and WAITS[way] in log.read_text())
     run.wait(lambda: len(run.steps()) >= STRIKE)
+    if way == "prepared replacement":
+        memory = resident(log)
     before = run.steps()
     iteration = statistics.median(step.seconds for step in before[-10:])
     done = before[-1].iteration
@@ -131,6 +147,7 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
         "groups": float(took[-1][1]) if took else 0.0,
         "state": float(took[-1][2]) if took else 0.0,
         "lost": float(lost),
+        "memory": memory,
     }
 
 

@@ -45,6 +45,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.arguments import config_from_argv
+from recover_megatron.megatron_hooks.entry.program import load
+
 SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt_recover.py"
 
 
@@ -234,9 +237,6 @@ def threads() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    from recover_megatron.arguments import config_from_argv
-    from recover_megatron.megatron_hooks.entry.program import load
-
     load(config_from_argv(sys.argv[1:]))
     import torch
 

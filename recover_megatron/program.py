@@ -13,6 +13,7 @@ the run have loaded are compared.  Differences have these effects:
 
 A module is identified by its name, and the script by its file name, because hosts may have the program in different
 folders.  ``describe`` reads the files, which may be edited after the import, so call it at the start of the process.
+A prepared process, which may wait for hours, calls ``remember`` when it has imported its modules.
 """
 
 from __future__ import annotations
@@ -42,6 +43,15 @@ VERSION = str(vars(sys.modules["recover_megatron"])["__version__"])
 PACKAGE = "package "
 FLAG = "code"
 """Name that lets ``--recover-may-differ`` accept workers with other program code."""
+
+
+_remembered: dict[str, str] = {}
+"""Module's name -> digest of its source, for the modules that were loaded when ``remember`` was called."""
+
+
+def remember() -> None:
+    """Make later descriptions of this process use the present content of the files of the loaded modules."""
+    _remembered.update(_sources(dict(sys.modules)))
 
 
 def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -82,7 +92,7 @@ def differences(own_code: Mapping[str, str], run_code: Mapping[str, str]) -> tup
 def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
     main = _path(loaded.get("__main__"))
     temporary, standard = (folder + os.sep for folder in (tempfile.gettempdir(), os.path.dirname(os.__file__)))
-    found: dict[str, str] = {}
+    found = dict(_remembered)
     for name, module in sorted(loaded.items()):
         path, top = "", name.partition(".")[0]
         with suppress(Exception):  # the program may have put any object into sys.modules
@@ -98,7 +108,7 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
         ):
             continue
         with suppress(OSError, ValueError):
-            if os.path.getsize(path) <= LARGEST:
+            if _name(name, path) not in found and os.path.getsize(path) <= LARGEST:
                 text = Path(path).read_bytes()
                 if name == "__main__" and text.startswith(b"#!"):  # pip writes a host's path into this line
                     text = text.partition(b"\n")[2]

@@ -39,6 +39,8 @@ LINES_VARIABLE = "RECOVER_LOG_LINES"
 DEATH_NOTICE_VARIABLE = "RECOVER_DEATH_NOTICE"
 """Name and path of the memory page that shows a worker's death to its launcher at once (``network/death_notice.py``).
 """
+PREPARED_VARIABLE = "RECOVER_PREPARED"
+"""Descriptor of the pipe by which a prepared process gets its environment (``network/handover.py``)."""
 ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
 """Number of earlier attempts to start the run; only the launcher reads it."""
 WITHOUT_VARIABLE = "RECOVER_START_WITHOUT"

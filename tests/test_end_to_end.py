@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,3 +195,58 @@ def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path)
     assert said.count("cannot form complete replicas of 2") == 1
     assert said.count("no /nowhere/corpus.bin") == 1
     assert "Traceback" not in said
+
+
+PREPARES = """
+import sys
+from recover_megatron.arguments import config_from_argv
+from recover_megatron.errors import end_process
+from recover_megatron.megatron_hooks.entry.program import load
+
+if __name__ == "__main__":
+    program = load(config_from_argv(sys.argv[1:]))
+    from tests.instep import pacing
+
+    pacing.awaiting("6:first:yes")
+    pacing.awaiting("14:second:yes")
+    pacing.patient("9-13:2")
+    program.check()
+    program.run()
+    end_process()
+"""
+"""pretrain_gpt_recover.py, with iterations that wait for this test."""
+
+
+def test_a_prepared_process_runs_the_code_that_it_has_imported(forkserver: ForkServer, tmp_path: Path) -> None:
+    """The script is edited while one waits, which takes its place; the next has imported the edited one, and may not.
+
+    Iteration 6 waits for the first death, 9 to 13 for who replaces it, 14 until the second replacement is refused.
+    """
+    argv = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--recover", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
+    expected = undisturbed(forkserver, 2, [OURS, *argv], tmp_path / "undisturbed")
+    out, script = tmp_path / "run", tmp_path / "train.py"
+    script.write_text(PREPARES)
+    options = ["--nproc-per-node", "2", "--max-restarts", "3", str(script), *argv, "--recover-log-dir", str(out)]
+    run = launch(out, *options)
+    said = listen(run)
+
+    def log_of(worker: int, text: str) -> None:
+        path = out / f"worker-{worker}.log"
+        eventually(lambda: path.exists() and text in path.read_text(), f"worker {worker}: {text}", PATIENCE)
+
+    log_of(2, "is prepared to replace the next worker that dies")
+    script.write_text(f"{PREPARES}# edited")
+    os.kill(int(str(workers(out)[1]["pid"])), signal.SIGKILL)
+    (out / "first").write_text("yes")
+    log_of(3, "is prepared to replace the next worker that dies")
+    os.kill(int(str(workers(out)[2]["pid"])), signal.SIGKILL)
+    log_of(3, "runs another program than worker")
+    (out / "second").write_text("yes")
+    text = said.result(PATIENCE)
+    assert run.wait(timeout=PATIENCE) == 0, text
+    assert "the content of script train.py differs" in text
+    steps = same_training(out, expected, 20)
+    assert [steps[12].replicas, steps[-1].replicas] == [2, 1]
+    pids = [int(found[1]) for found in re.finditer(r"process (\d+) is prepared", text)]
+    assert pids[:2] == [worker["pid"] for worker in workers(out)[2:4]]
+    assert [worker["exit_code"] for worker in workers(out)] == [0, None, None, 2]

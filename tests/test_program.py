@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from recover_megatron import program
 from recover_megatron.program import describe, differences
 
 
@@ -154,6 +155,22 @@ def test_another_release_refuses_another_patch_warns(
 ) -> None:
     one, other = (described(module(name, None, version)) for version in (mine, theirs))
     assert differences(one, other) == (refuses, warns)
+
+
+def test_a_file_that_is_edited_while_a_prepared_process_waits_is_described_as_it_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, late = (module(name, tmp_path / f"{name}.py") for name in ("net", "late"))
+    monkeypatch.setattr(program, "_remembered", {})
+    monkeypatch.setitem(sys.modules, "net", loaded)
+    before = described(loaded, late)
+    program.remember()
+    for edited in (loaded, late):
+        Path(str(edited.__file__)).write_text("edited = True\n")
+    monkeypatch.setitem(sys.modules, "late", late)  # it is imported when the process has become a worker
+    now = program.describe()
+    assert now["net.py"] == before["net.py"]
+    assert now["late.py"] == described(late)["late.py"] != before["late.py"]
 
 
 def test_this_process_is_described() -> None:

@@ -23,6 +23,7 @@ from recover_megatron.rules import (
     reasons,
     unless,
 )
+from recover_megatron.variables import PREPARED_VARIABLE
 
 log = get_logger(__name__)
 
@@ -204,7 +205,7 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def speaks() -> bool:
-    """Return whether this process logs for the run: it has rank 0 or no rank, and multiprocessing did not start it."""
+    """Return whether this process logs for the run: it has rank 0 or no rank, and is neither spawned nor prepared."""
     main = sys.modules.get("__mp_main__")  # set by script.py, and by multiprocessing in a spawned process
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
-    return os.environ.get("RANK", "0") == "0" and not spawned
+    return os.environ.get("RANK", "0") == "0" and not spawned and PREPARED_VARIABLE not in os.environ

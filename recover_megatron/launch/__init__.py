@@ -25,6 +25,7 @@ Modules, from the outside in::
         reaper                      a process that kills the workers if the launcher is killed, and reads their output
                                     while the launcher is stopped
         successors                  workers that are started during the run; newcomers that are too late
+        prepared                    a process that is started before a replacement is needed
         output                      workers' output: prefixes, log files, bounded memory
         log_folder                  files in the log folder: the lock, workers.json, the secret, the logs
     device_test                     the test of a replacement's device

@@ -84,6 +84,22 @@ def fenced(worker: WorkerProcess) -> tuple[str, str]:
     return f"{_name_of(worker)} counts as dead and was killed: {why}; {_log(worker)}", f"killed: {why}"
 
 
+def prepared_ended(process: WorkerProcess, cause: str) -> str:
+    """Return the log line about a prepared process that has ended by itself; ``cause``: its last line of output."""
+    why = f" ({cause})" if cause else ""
+    return (
+        f"process {process.pid} on {process.host}, prepared to be worker {process.worker_id}, {_outcome(process)} "
+        f"after {seconds(process)}{why}; {NOT_PREPARED}; {_log(process)}"
+    )
+
+
+def not_prepared(process: WorkerProcess, why: str) -> str:
+    return f"no process can be prepared to be worker {process.worker_id} on {process.host} ({why}); {NOT_PREPARED}"
+
+
+NOT_PREPARED = "the run goes on, and the next replacement starts without preparation"
+
+
 def failed_alike(number: int, words: str, successor: WorkerProcess | None, wait: float) -> str:
     why = f"{number} replacement workers have ended in the same way, one after the other"
     then = "no further worker is started; the last replacement of --max-restarts is reserved for another cause"

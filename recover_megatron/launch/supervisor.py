@@ -84,11 +84,13 @@ class Supervisor:
         self._subreaper = Subreaper()
         self._reaper = Reaper(self._loop, spec.launch_id, say)
         self._folder = LogFolder(spec.log_dir, lock, self._loop, say, other_locks)
-        self._environment = WorkerEnvironment(spec, say)
+        self._environment = WorkerEnvironment(spec, say, lambda: self._control.variables, lambda: self._peers.run_id)
         self._table = WorkerTable(
             spec, self._loop, self._console, self._folder, self._reaper, self.worker_exited, self.worker_dying
         )
-        self._successors = Successors(spec, self._loop, self._table, say, self._start_tested, self._left_out)
+        self._successors = Successors(
+            spec, self._loop, self._table, say, self._start_tested, self._left_out, self._environment.of
+        )
         self._control = ControlPlane(spec, self._loop, say, self)
         self._exporter = ExporterProcess(spec, self._loop, say)
         self._late = LateNewcomers(spec, self._loop, self._table, self._control, say)
@@ -158,14 +160,12 @@ class Supervisor:
             return
         variables = self._control.variables
         self._exporter.start(variables)
-        self._environment.add(variables)
         if SECRET_VARIABLE in variables:
             self._folder.keep_secret(variables[SECRET_VARIABLE])
         elif not self._spec.coordinators and SECRET_FILE_VARIABLE not in self._spec.environ:
             self._folder.forget_secret()
         if self._spec.has_newcomers:
             self._control.when_decided(self._run_over)
-            self._control.when_decided(self._successors.run_over)
         if self._spec.needs_all:
             self._control.when_decided(self._start_up.run_over)
         if self._spec.coordinators:
@@ -177,6 +177,7 @@ class Supervisor:
     def _run_over(self) -> None:
         if not self._start_up.under_way:  # during the start, StartUp stops all workers instead
             self._late.run_over()
+        self._successors.run_over()
 
     def _join_run(self) -> None:
         """Start the workers of a launcher with --join, or stop it if the run has ended or no leader answered."""
@@ -195,7 +196,7 @@ class Supervisor:
     def start_workers_if_ready(self) -> None:
         """Start the workers if node 0 has admitted this node and the coordinators are known, else do nothing.
 
-        Stop the launch if another run uses a folder of this run.
+        Stop the launch if another run uses a folder.
         """
         if self._state is not LaunchState.STARTING or not self._peers.joined:
             return
@@ -217,8 +218,7 @@ class Supervisor:
 
     def _start_worker(self, worker: WorkerProcess) -> None:
         """Start the process of ``worker``.  Raises OSError."""
-        self._environment.add(self._control.variables)  # candidates may have been added since the last start
-        pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
+        pid = self._table.start(worker, self._environment.of(worker))
         self._control.agent.spawned(worker.worker_id, pid)
         self._late.started(worker)
 
@@ -274,7 +274,7 @@ class Supervisor:
         if self._spec.elastic and "MASTER_ADDR" in self._table.last_words.get(worker.worker_id, ""):
             self._console.say(messages.NO_PROCESS_GROUP)
         if successor is not None:
-            self._successors.start(successor, self._environment.of(successor, self._peers.run_id))
+            self._successors.start(successor)
         elif not others:
             self._own_workers_ended()
         elif (
@@ -321,6 +321,8 @@ class Supervisor:
         early, self._early = self._early, {}
         for worker, end in early.values():
             self.worker_dying(worker, end)
+        if self.run_continues():
+            self._successors.prepare(self._control.agent.planned)
 
     def epoch_wanted(self) -> None:
         self._start_up.others_lost()
@@ -328,6 +330,7 @@ class Supervisor:
     # --- after the last worker ---
 
     def _own_workers_ended(self) -> None:
+        self._successors.prepared.end()
         if self._state is LaunchState.STOPPING:
             self._end()
         elif self._spec.coordinators and all(outcome.exit_code == REFUSED for outcome in self._table.outcomes):
@@ -338,8 +341,7 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """End the launch; on several nodes, first wait for the end of the run, which decides the exit code and may need
-        this node's candidate."""
+        """End the launch; on several nodes, wait for the end of the run, which may need this node's candidate."""
         if (self._spec.nnodes > 1 or self._spec.coordinators) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
@@ -400,6 +402,7 @@ class Supervisor:
         grace = self._spec.grace_seconds if grace is None else min(grace, self._spec.grace_seconds)
         then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {grace:g} s"
         self._console.say(reason + (then if running and not again else ""))
+        self._successors.prepared.end()
         self._shutdown.begin(grace, at_once=again)
         if not running:
             self._own_workers_ended()
@@ -419,9 +422,8 @@ class Supervisor:
         verdict = self._conclusion.verdict() if self._code is None else None
         if self._code is not None:
             self._control.stopped()
-        stopped = self._code is not None and self._code != START_AGAIN
         # After the training has begun, other nodes may continue it, so this launcher does not know how it ends.
-        known = stopped and (self._spec.nnodes == 1 or self._start_up.under_way)
+        known = self._code not in (None, START_AGAIN) and (self._spec.nnodes == 1 or self._start_up.under_way)
         self._exporter.end((self._code, self._why) if known else None)
         self._control.end_candidates()
         self._table.abandon(self._table.live)

@@ -353,7 +353,8 @@ def test_a_core_of_half_a_gigabyte_is_written_whole_while_the_worker_is_told_to_
 
 def test_the_line_of_a_fatal_signal_is_the_last_word_of_a_worker_and_has_its_core_looked_for() -> None:
     loop, looked_for = EventLoop(), list[bool]()
-    streams, stdout, stderr = Console(loop, 0, None).attach("0", 0, None, lambda: looked_for.append(True))
+    streams, stdout, stderr = Console(loop, 0, None).attach("0", 0, None)
+    streams[1].fatal.on_first_line = lambda: looked_for.append(True)
     threads = (
         b'\n\nThread 0x1 (most recent call first):\n  File "b.py"\n\nCurrent thread 0x2 (most recent call first):\n'
     )
@@ -380,7 +381,8 @@ def test_a_coordinator_is_told_when_the_process_can_do_nothing_more_and_no_soone
     table = SimpleNamespace(fence=lambda worker, end: order.append("fence") or end.how, note=lambda *_: None)
     agent = SimpleNamespace(ended=lambda worker, how: order.append(how))
     launcher = SimpleNamespace(_table=table, _control=SimpleNamespace(agent=agent), _console=SimpleNamespace(say=print))
-    launcher.run_continues = lambda: True
+    launcher.run_continues, launcher._successors = lambda: True, SimpleNamespace(prepare=lambda planned: None)
+    agent.planned = frozenset()
     launcher._early, launcher.worker_dying = {}, lambda worker, end: Supervisor.worker_dying(launcher, worker, end)
     worker = WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1)
     Supervisor.worker_dying(launcher, worker, Ending(-9))

@@ -70,8 +70,9 @@ def test_workers_get_torchruns_variables_and_ours(bench):
 
 def test_a_newcomer_of_the_library_finds_no_store_in_which_it_would_wait_for_ever():
     def store_of(worker: object, **fields: object) -> list[str]:
-        environment = WorkerEnvironment(spec_of(max_restarts=1, environ={"MASTER_ADDR": "mine"}, **fields), print)
-        return [name for name in environment.of(worker, "r") if name.startswith("MASTER_")]
+        spec = spec_of(max_restarts=1, environ={"MASTER_ADDR": "mine"}, **fields)
+        environment = WorkerEnvironment(spec, print, dict, lambda: "r")
+        return [name for name in environment.of(worker) if name.startswith("MASTER_")]
 
     launched = successors.launched(spec_of())[0]
     newcomer = successors.Replacements(spec_of(max_restarts=1)).of(ended(launched, -9), 0)

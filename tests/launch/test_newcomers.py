@@ -128,7 +128,7 @@ def test_nobody_is_started_where_a_node_is_drained_and_somebody_is_again_where_i
     nothing = SimpleNamespace(first_id=0, add=lambda workers: None, last_words={})
     plan = spec_of(max_restarts=2)
     workers = successors.launched(plan)
-    starting = Successors(plan, None, nothing, print, print, print)
+    starting = Successors(plan, None, nothing, print, print, print, print)
     assert [starting.stop(), starting.stop()] == [True, False]
     assert starting.of(ended(workers[0], -9)) is None
     assert [starting.stop(False), starting.stop(False)] == [True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 
 from recover_megatron.launch.workers import successors
@@ -62,13 +63,14 @@ class Played:
         self.ends: list[str] = []
         plan = spec_of(max_restarts=max_restarts)
         self.workers = successors.launched(plan)
-        self.successors = Successors(plan, self, self, self.said.append, self.start, lambda: self.ends.append("left"))
+        left = lambda: self.ends.append("left")  # noqa: E731
+        self.successors = Successors(plan, self, self, self.said.append, self.start, left, lambda worker: {})
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
         """Nothing to note."""
 
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        self.due.append((seconds, callback))
+    def call_later(self, seconds: float, callback: Callable[..., None], *arguments: object) -> None:
+        self.due.append((seconds, partial(callback, *arguments)))
 
     def start(self, worker: WorkerProcess) -> None:
         worker.pid = worker.worker_id
@@ -82,7 +84,7 @@ class Played:
         worker, had_place = ended(self.workers[0], -9), True
         while not self.due:
             successor = self.successors.of(worker, had_place=had_place)
-            self.successors.start(successor, {})
+            self.successors.start(successor)
             worker, had_place = successor if self.due else ended(successor, status), False
         return worker
 

@@ -227,20 +227,23 @@ def check_module(module: str) -> list[str]:
     return []
 
 
+PRETRAIN = (("megatron.training", "megatron.training.training"), "pretrain")
+LOAD = (("recover_megatron.megatron_hooks.entry.program",), "load")
+
+
 @cache
-def imports_pretrain(script: str) -> bool:
-    """Return whether the file or module ``script`` imports Megatron's ``pretrain`` by name."""
+def imports(script: str, modules: tuple[str, ...], name: str, *, top_level: bool = False) -> bool:
+    """Return whether the file or module ``script`` imports ``name`` from one of ``modules``.
+
+    ``top_level``: True to ignore imports inside functions and conditions.
+    """
     found = None if os.path.lexists(script) else _find_module(script)
     try:
-        nodes = list(ast.walk(ast.parse(Path(found.origin or "" if found else script).read_bytes())))
+        module = ast.parse(Path(found.origin or "" if found else script).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False  # the script does not exist here, or is not Python source code
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    return any(
-        node.module in ("megatron.training", "megatron.training.training")
-        and "pretrain" in [alias.name for alias in node.names]
-        for node in imports
-    )
+    nodes = [node for node in (module.body if top_level else ast.walk(module)) if isinstance(node, ast.ImportFrom)]
+    return any(alias.name == name for node in nodes if node.module in modules for alias in node.names)
 
 
 def why_not_written(folder: Path, *, tried: bool = False) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from recover_megatron import script_flags
 from recover_megatron.arguments import RecoverConfig, config_from_argv, problems
 from recover_megatron.errors import UserError
-from recover_megatron.launch.command_line.readers import imports_pretrain
+from recover_megatron.launch.command_line.readers import LOAD, PRETRAIN, imports
 from recover_megatron.workload.domains import Training, data_parallel_ranks_per_replica
 
 SIZES = {
@@ -63,7 +63,12 @@ class Script:
     def takes_megatron_flags(self) -> bool:
         """True if the script is named pretrain_* (not *.sh), or imports Megatron's ``pretrain``."""
         named = Path(self.target).stem.startswith("pretrain_") and not self.target.endswith(".sh")
-        return named or imports_pretrain(self.target)
+        return named or imports(self.target, *PRETRAIN)
+
+    @cached_property
+    def loads(self) -> bool:
+        """True if the script imports ``load`` of this package, in which a prepared process waits, at its top level."""
+        return imports(self.target, *LOAD, top_level=True)
 
     @property
     def is_known(self) -> bool:

@@ -111,6 +111,14 @@ class LaunchSpec:
         check=whole(0),
         docs="[get workers back](operations.md#get-workers-back)",
     )
+    prepared_workers: int = option(
+        1,
+        "with --max-restarts and pretrain_gpt_recover.py: 1 to start a process in advance, which has imported Megatron "
+        "when a worker dies, so that the replacement trains sooner; 0: none",
+        metavar="N",
+        check=whole(0, 1),
+        docs="[get workers back](operations.md#get-workers-back)",
+    )
     lease: str = option(
         "auto",
         "several nodes: a file on shared storage, by which one half of the workers may continue if the other half is "
@@ -256,6 +264,14 @@ class LaunchSpec:
     def has_newcomers(self) -> bool:
         """True if this launcher may start newcomers: replacements, spares or workers that join."""
         return bool(self.max_restarts or self.spares or self.join)
+
+    @property
+    def prepares(self) -> bool:
+        """True if this launcher may start a process before a replacement is needed: the script must wait in ``load``.
+
+        Not with ``--no-python``: a wrapper program may choose the worker's device or cores when it is started.
+        """
+        return bool(self.max_restarts and self.prepared_workers and not self.no_python and self.script.loads)
 
     @property
     def starts(self) -> int:

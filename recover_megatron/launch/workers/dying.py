@@ -99,7 +99,7 @@ def _has_sigkill(pid: int) -> bool:
 class FatalError:
     """Finds the report of Python's faulthandler about a fatal signal in an output stream of a worker."""
 
-    _on_first_line: Callback
+    on_first_line: Callback = bool
     _text: bytes = b""
     _frame_is_next: bool = False
 
@@ -113,7 +113,7 @@ class FatalError:
         for line in lines:
             if line.startswith(FATAL):
                 self._text = line[:_LONGEST].strip()
-                self._on_first_line()
+                self.on_first_line()
             elif self._frame_is_next:
                 self._text = (self._text + b": " + line.strip())[:_LONGEST]
             self._frame_is_next = bool(self._text) and line.startswith(b"Current thread ")

@@ -82,29 +82,29 @@ def worker_variables(spec: LaunchSpec, worker: WorkerProcess, run_id: str) -> di
 
 @dataclass(eq=False)
 class WorkerEnvironment:
-    """Environment of the workers, created once per launch; call ``add`` with the control plane's variables first."""
+    """Environment of the workers, created once per launch; call ``of`` when the control plane is open."""
 
     _spec: LaunchSpec
     _say: Callable[[str], None]
     """Function that logs the chosen interface, and the user's variables that are removed or replaced."""
+    _control: Callable[[], Mapping[str, str]]
+    """Function that returns the control plane's variables; candidates may be added during the run."""
+    _run_id: Callable[[], str]
+    """Function that returns the id of the run, the same on all nodes."""
 
     def __post_init__(self) -> None:
         self._shared = launch_environment(self._spec)
         self._overruled = variables.overrule(self._shared) if self._spec.control_plane else []
-        self._added: dict[str, str] = {}
         self._network: dict[str, str] | None = None
 
-    def add(self, variables: Mapping[str, str]) -> None:
-        self._added |= variables
-
-    def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:
-        """Return the complete environment of ``worker``; ``run_id``: id of the run, the same on all nodes."""
+    def of(self, worker: WorkerProcess) -> dict[str, str]:
+        """Return the complete environment of ``worker``."""
         if self._network is None:
             for line in self._overruled:
                 self._say(line)
             self._network = self._choose_interface()
-        own = worker_variables(self._spec, worker, run_id)
-        found = {**self._shared, **self._added, **own, **self._network}
+        own = worker_variables(self._spec, worker, self._run_id())
+        found = {**self._shared, **self._control(), **own, **self._network}
         if self._spec.elastic and JOIN_VARIABLE in own:  # init_process_group() must fail instead of waiting for ever
             del found["MASTER_ADDR"], found["MASTER_PORT"]
         return found
@@ -114,7 +114,7 @@ class WorkerEnvironment:
         spec = self._spec
         if spec.nnodes == 1 and not spec.coordinators:
             return variables_for(loopback(), spec.environ)[0]
-        host = self._added.get(HOST_VARIABLE) or spec.node_address
+        host = self._control().get(HOST_VARIABLE) or spec.node_address
         if host is None:
             host = spec.master_addr
             if spec.node_rank > 0:

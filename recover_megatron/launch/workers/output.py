@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recover_megatron.launch.workers.dying import Callback, FatalError
+from recover_megatron.launch.workers.dying import FatalError
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
 from recover_megatron.network.event_loop import EventLoop
@@ -366,20 +366,19 @@ class Console:
         return data + b"\n"
 
     def attach(
-        self, label: str, colour: int, log: LogFile | None, on_fatal: Callback = bool, *, newcomer: bool = False
+        self, label: str, colour: int, log: LogFile | None, *, newcomer: bool = False
     ) -> tuple[list[Stream], int, int]:
         """Create the two pipes of a worker.  Return the streams, and the writing ends for stdout and for stderr.
 
-        ``newcomer``: see ``ConsoleFilter``; ignored without a log, because the lines would be lost.  ``on_fatal``:
-        called when Python's faulthandler begins to report a fatal signal.  The caller closes the two writing ends once
-        the worker has them, and calls ``read`` when the output may be shown.
+        ``newcomer``: see ``ConsoleFilter``; ignored without a log, because the lines would be lost.  The caller closes
+        the two writing ends once the worker has them, and calls ``read`` when the output may be shown.
         """
         streams, ends, voice = [], [], ConsoleFilter(newcomer=newcomer and log is not None)
         lines = LineFormat(self._form, self._node, label)
         for name, sink in (("stdout", self._out), ("stderr", self._err)):
             read, write = os.pipe()
             prefix = self._prefix(label, colour, sink.colour)
-            streams.append(Stream(self, read, sink, prefix, log, voice, lines, name, FatalError(on_fatal)))
+            streams.append(Stream(self, read, sink, prefix, log, voice, lines, name, FatalError()))
             ends.append(write)
         self._streams = [stream for stream in self._streams if stream.open] + streams
         return streams, ends[0], ends[1]

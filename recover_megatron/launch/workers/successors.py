@@ -29,7 +29,7 @@ last replacement is reserved for another cause.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,6 +37,7 @@ from recover_megatron.launch import messages
 from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.device_test import DeviceTests
 from recover_megatron.launch.nodes.control_plane import ControlPlane
+from recover_megatron.launch.workers.prepared import Prepared
 from recover_megatron.launch.workers.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState
 from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.ending import alike
@@ -108,20 +109,27 @@ class Replacements:
             self._words = alike(words)
             repeated = self.alike > 1
         self.wait = min(WAIT_SECONDS * 2 ** (self.alike - 2), LONGEST_WAIT_SECONDS) if repeated else 0.0
-        if self._started >= spec.max_restarts or worker.state is WorkerState.FINISHED:
+        number = self.next_id(first_joined)
+        if number is None or worker.state is WorkerState.FINISHED:
             return None
         if worker.exit_code in (REFUSED, *RUN_VERDICTS, EXIT_FENCED) or worker.worker_id in self.evict:
             return None
         if repeated and self._started == spec.max_restarts - 1:
             self.kept = True
             return None
-        number = spec.world_size + spec.spares + self._started * spec.nnodes + spec.node_rank
-        if spec.coordinators:
-            number = first_joined + spec.nproc_per_node + self._started
-        self._started += 1
         successor = _worker(spec, number, worker.local_rank, worker.rank)
         successor.replaces = worker.worker_id
+        self._started += 1
         return successor
+
+    def next_id(self, first_joined: int) -> int | None:
+        """Return the id of the next replacement; None if --max-restarts is used up; ``first_joined``: see ``of``."""
+        spec = self._spec
+        if self._started >= spec.max_restarts:
+            return None
+        if spec.coordinators:
+            return first_joined + spec.nproc_per_node + self._started
+        return spec.world_size + spec.spares + self._started * spec.nnodes + spec.node_rank
 
 
 def _worker(spec: LaunchSpec, worker_id: int, local_rank: int, rank: int | None) -> WorkerProcess:
@@ -143,8 +151,12 @@ class Successors:
     """Callback that starts the process of a worker; raises OSError."""
     _left_out: Callable[[], None]
     """Callback without arguments, called after a replacement was given up before its start."""
+    _environment: Callable[[WorkerProcess], Mapping[str, str]]
+    """Function that returns the environment of a worker."""
 
     def __post_init__(self) -> None:
+        self.prepared = Prepared(self._loop, self._table, self._say, self._environment)
+        self._table.take_prepared = self.prepared.take
         self._replacements = Replacements(self._spec)
         self._stopped = False
         self._waiting: list[WorkerProcess] = []
@@ -160,7 +172,21 @@ class Successors:
         If ``stopped`` is False, allow replacements again.  Return whether the state has changed.
         """
         before, self._stopped = self._stopped, stopped
+        if stopped:
+            self.prepared.end()
         return before is not stopped
+
+    def prepare(self, planned: Container[int]) -> None:
+        """Start a process in advance for the next replacement, unless it is not wanted, or a worker still starts here.
+
+        ``planned``: workers that were in any plan of the run.  Called after each plan.
+        """
+        spec, starting = self._spec, [worker for worker in self._table.live if worker.worker_id not in planned]
+        if not spec.coordinators:
+            starting = [worker for worker in starting if worker.rank is not None]  # a spare waits for a place
+        number = self._replacements.next_id(self._table.first_id)
+        if spec.prepares and number is not None and not (self._stopped or starting):
+            self.prepared.begin(_worker(spec, number, 0, None))
 
     def of(self, worker: WorkerProcess, *, had_place: bool = True) -> WorkerProcess | None:
         """Add the replacement of ``worker``, which has ended, to the table, and return it; None if it is not replaced.
@@ -178,28 +204,29 @@ class Successors:
             self._say(messages.failed_alike(self._replacements.alike, words, successor, self._replacements.wait))
         return successor
 
-    def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> None:
+    def start(self, worker: WorkerProcess) -> None:
         """Start ``worker``, which ``of`` has just returned, after the pause, if any, and the test of its device."""
         if wait := self._replacements.wait:
             self._waiting.append(worker)
-            self._loop.call_later(wait, partial(self._begin, worker, environment))
+            self._loop.call_later(wait, self._begin, worker)
         else:
-            self._begin(worker, environment)
+            self._begin(worker)
 
     def run_over(self) -> None:
         """Give up the replacements that still wait for their start, because the run has ended."""
+        self.prepared.end()
         if waiting := [worker for worker in self._waiting if worker.live and worker.pid is None]:
             self._table.abandon(waiting)
             self._left_out()
 
-    def _begin(self, worker: WorkerProcess, environment: Mapping[str, str]) -> None:
+    def _begin(self, worker: WorkerProcess) -> None:
         if worker in self._waiting:
             self._waiting.remove(worker)
         if not worker.live:
             return
         try:
             if self._spec.device_test_argv:
-                self._tests.begin(environment, partial(self._tested, worker))
+                self._tests.begin(self._environment(worker), partial(self._tested, worker))
             else:
                 self._tested(worker, "")
         except OSError as error:
@@ -224,6 +251,7 @@ class Successors:
 
     def _leave_out(self, worker: WorkerProcess, why: str) -> None:
         self._say(why)
+        self.prepared.end()  # it was prepared for this worker's id
         self._table.abandon([worker])
         self._left_out()
 

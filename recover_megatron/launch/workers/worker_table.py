@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,7 +35,7 @@ from recover_megatron.network.event_loop import EventLoop
 
 @dataclass
 class _Handles:
-    """Handles of a worker's process, from its start until ``WorkerTable.close``."""
+    """Handles of the process of a worker, or of a prepared process, from its start until ``WorkerTable.close``."""
 
     pidfd: int
     streams: list[Stream]
@@ -65,6 +65,8 @@ class WorkerTable:
         """True if records have changed since workers.json was written."""
         self.last_words: dict[int, str] = {}
         """Worker id -> report of the fatal signal that killed the worker, else the last line of the worker's stderr."""
+        self.take_prepared: Callable[[WorkerProcess, Mapping[str, str]], bool] = lambda worker, environment: False
+        """Function that makes a prepared process the process of a worker; see ``prepared.Prepared.take``."""
         self._killed: set[int] = set()  # workers to which this launcher has sent SIGKILL
         self._memory_kills = system.memory_kills()  # number of out-of-memory kills when a worker last ended
         self._kernel_log = system.KernelLog()
@@ -114,20 +116,42 @@ class WorkerTable:
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
         """Start and watch the process of ``worker``.  Return its pid; raises OSError if it cannot be started."""
+        notice = DeathWatch.make() if self._spec.control_plane else None
+        watch = ProcessWatch(self._loop, partial(self._on_dying, worker), notice)
+        variables = {**environment, **(notice.variables if notice is not None else {})}
+        try:
+            if not self.take_prepared(worker, variables):
+                self.spawn(worker, variables)
+        except OSError:
+            watch.close()
+            raise
+        assert worker.pid is not None
+        worker.started, worker.state = time.time(), WorkerState.RUNNING
+        self.changed = True
+        handles = self._handles[worker.worker_id]
+        handles.watch = watch
+        for stream in handles.streams:
+            stream.fatal.on_first_line = watch.fatal
+        watch.begin(worker.pid)
+        self._loop.add_reader(handles.pidfd, self._on_exit, worker)
+        return worker.pid
+
+    def spawn(self, worker: WorkerProcess, environment: Mapping[str, str], inherit: Sequence[int] = ()) -> int:
+        """Start a process with the output streams of ``worker``.  Return its pidfd, which the caller watches.
+
+        ``inherit``: descriptors of a prepared process, which is started with signals blocked.  Raises OSError if the
+        process cannot be started.
+        """
         log = self._folder.open_log(path) if (path := self._spec.log_file(worker.worker_id)) else None
         # A newcomer that runs Megatron with --recover prints the line that ``ConsoleFilter`` awaits.
         prints = self._spec.fault_tolerant and self._spec.script.takes_megatron_flags
         newcomer = worker.worker_id >= self._spec.world_size and prints
-        notice = DeathWatch.make() if self._spec.control_plane else None
-        watch = ProcessWatch(self._loop, partial(self._on_dying, worker), notice)
         streams, stdout, stderr = self._console.attach(
-            str(worker.worker_id), worker.worker_id, log, watch.fatal, newcomer=newcomer and not self._spec.coordinators
+            str(worker.worker_id), worker.worker_id, log, newcomer=newcomer and not self._spec.coordinators
         )
         try:
-            variables = notice.variables if notice is not None else {}
-            pid, pidfd = spawn(self._spec.command, {**environment, **variables}, stdout, stderr)
+            worker.pid, pidfd = spawn(self._spec.command, environment, stdout, stderr, inherit, deaf=bool(inherit))
         except OSError:
-            watch.close()
             for stream in streams:
                 stream.drain_and_close()
             if log:
@@ -136,15 +160,13 @@ class WorkerTable:
         finally:
             os.close(stdout)
             os.close(stderr)
-        worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
-        self.changed = True
-        self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log, watch)
-        watch.begin(pid)
-        self._reaper.add_session(pid, [stream.pipe for stream in streams])
+        self._handles[worker.worker_id] = _Handles(
+            pidfd, streams, log, ProcessWatch(self._loop, lambda end: None, None)
+        )
+        self._reaper.add_session(worker.pid, [stream.pipe for stream in streams])
         # The loop reads the output from its next iteration on; before that, the supervisor updates workers.json.
         self._console.read(streams)
-        self._loop.add_reader(handles.pidfd, self._on_exit, worker)
-        return pid
+        return pidfd
 
     def signal(self, workers: Iterable[WorkerProcess], number: int) -> None:
         """Send the signal ``number`` to ``workers``, which are running."""

@@ -22,18 +22,23 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from recover_megatron import hostdevice
-from recover_megatron.arguments import RecoverConfig
-from recover_megatron.errors import UserError, traceback_wanted
+from recover_megatron import program as code
+from recover_megatron.arguments import RecoverConfig, config_from_argv
+from recover_megatron.errors import EXIT_OWN_FAULT, UserError, traceback_wanted
 from recover_megatron.hostdevice import megatron_fixes
+from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.monkeypatch import SCRIPT, Megatron, find_megatron, wrap
+from recover_megatron.network import handover
+
+log = get_logger(__name__)
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """Argument defaults of Megatron's GPT script."""
@@ -47,7 +52,8 @@ class Program:
     script: ModuleType
     config: RecoverConfig
     loaded_at: float
-    """Time at which loading began, in seconds since 1970; Megatron's log measures the start-up from this time."""
+    """Time in seconds since 1970 from which Megatron's log measures the start-up: when loading began, or when a
+    prepared process became a worker."""
 
     @property
     def _options(self) -> flags.Provider:
@@ -179,17 +185,16 @@ def with_checkpoint_args(args: argparse.Namespace) -> argparse.Namespace:
 def load(config: RecoverConfig) -> Program:
     """Find Megatron, choose the device, and import all modules of a run.
 
-    The process may fork afterwards, because loading starts no thread and opens no device and no connection.  Raises
-    UserError if Megatron is missing or unsupported, or if the device is missing.
+    The process may fork afterwards, because loading starts no thread and opens no device and no connection.  A prepared
+    process then waits until it becomes a worker.  Raises UserError if Megatron is missing or unsupported, or if the
+    device is missing.
     """
     global _in_charge
     _in_charge = True
     loaded_at = time.time()
     megatron = find_megatron()
     if os.environ.get("RANK", "0") != "0":
-        # Only rank 0 prints these warnings, as in Megatron's script.
-        warnings.filterwarnings("ignore", category=UserWarning)
-        warnings.filterwarnings("ignore", category=FutureWarning)
+        _hide_warnings()
     collects = gc.isenabled()
     gc.disable()  # the imports leave little garbage; to search for it would take a fifth of their time
     try:
@@ -201,7 +206,36 @@ def load(config: RecoverConfig) -> Program:
         if collects:
             gc.enable()
     gc.freeze()  # what the modules hold lives until the end: no collection during the training has to examine it
-    return program
+    return _activated(program) if handover.is_prepared() else program
+
+
+def _activated(program: Program) -> Program:
+    """Wait until this prepared process becomes a worker; return ``program`` with the values of that worker.
+
+    Exits if the imports have opened a CUDA device, because the waiting process would hold some of its memory.
+    """
+    import torch
+
+    importlib.import_module("recover_megatron.megatron_hooks.entry.fault_tolerance")
+    if torch.cuda.is_initialized() and not hostdevice.is_active():
+        log.error("an imported module has opened a CUDA device, which a prepared process must not hold while it waits")
+        os._exit(EXIT_OWN_FAULT)
+    code.remember()
+    if not handover.is_given():
+        log.info(
+            f"process {os.getpid()} is prepared to replace the next worker that dies: it has imported Megatron, and "
+            "waits without a device (recover-run --prepared-workers 0: no such process)"
+        )
+    handover.wait()
+    if os.environ.get("RANK", "0") != "0":
+        _hide_warnings()
+    return replace(program, config=config_from_argv(sys.argv[1:]), loaded_at=time.time())
+
+
+def _hide_warnings() -> None:
+    """Hide warnings that only rank 0 prints, as in Megatron's script."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 _in_charge = False
