@@ -42,8 +42,9 @@ def environments(launch):
 
 
 def test_workers_get_torchruns_variables_and_ours(bench):
-    script = bench.script(SHOW)
-    launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script, environment={"SOME_OF_MINE": "kept"})
+    script, of_a_run_around = bench.script(SHOW), dict.fromkeys(["RECOVER_JOIN", "RECOVER_PREPARED"], "1")
+    environment = {"SOME_OF_MINE": "kept", **of_a_run_around}
+    launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script, environment=environment)
     found = environments(launch)
     assert set(found) == {"0", "1"}
     for rank, variables in found.items():
@@ -61,6 +62,7 @@ def test_workers_get_torchruns_variables_and_ours(bench):
             "PYTHONUNBUFFERED": "1",
             "RECOVER_LOG_DIR": str(bench.folder / "logs"),
             "SOME_OF_MINE": "kept",
+            **dict.fromkeys(of_a_run_around),
         }
         assert {name: variables.get(name) for name in expected} == expected
         assert f":{variables['MASTER_PORT']}," in launch.err

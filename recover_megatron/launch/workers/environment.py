@@ -20,6 +20,7 @@ from recover_megatron.variables import (
     LOG_DIR_VARIABLE,
     NCCL2_VARIABLE,
     NODE_NAME_VARIABLE,
+    PREPARED_VARIABLE,
     REPLACED_VARIABLE,
     SPARE_VARIABLE,
     WORKER_ID_VARIABLE,
@@ -34,7 +35,7 @@ def sets_omp_threads(spec: LaunchSpec) -> bool:
 def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the environment that all workers of this node share: the launcher's, and torchrun's and our variables."""
     environment = dict(spec.environ)
-    for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE):
+    for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, PREPARED_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE):
         environment.pop(name, None)
     environment |= {
         NODE_NAME_VARIABLE: spec.node_name,
