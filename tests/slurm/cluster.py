@@ -155,21 +155,24 @@ class Cluster:
         """Start the daemon of a node, for the first time or after ``kill_node``."""
         self._start(name, "slurmd", "-D", "-N", name)
 
-    def kill_node(self, name: str) -> None:
-        """As a host that loses its power: the daemon, its stepds and all that they have started, at once.
+    def kill_node(self, *lost: str) -> None:
+        """As hosts that lose their power: the daemons, their stepds and all that they have started, at once.
 
         First those that could tell of the others' deaths: the last one of srun's two processes waits for nothing else.
         """
-        doomed = self.processes_of(name)
-        assert self._daemons[name].pid in doomed
+        doomed = [pid for name in lost for pid in self.processes_of(name)]
+        assert {self._daemons[name].pid for name in lost} <= {*doomed}
         order = ("slurmstepd", "slurmd", "slurm_script", "bash", "srun")
         names = {pid: _name(pid) for pid in doomed}
         ranked = {pid: order.index(names[pid]) if names[pid] in order else len(order) for pid in doomed}
-        for pid in sorted(doomed, key=lambda pid: (ranked[pid], -pid)):
-            with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
-                os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not any(pid for pid in self.processes_of(name) if _name(pid)), f"{name} is gone")
-        self._daemons.pop(name).wait()
+        ordered = sorted(doomed, key=lambda pid: (ranked[pid], -pid))
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none goes on while the others are killed
+            for pid in ordered:
+                with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
+                    os.kill(pid, number)
+        for name in lost:
+            wait_until(lambda name=name: not any(map(_name, self.processes_of(name))), f"{name} is gone")
+            self._daemons.pop(name).wait()
 
     def revive(self) -> None:
         """Start the nodes that were killed, and wait until every node is idle."""

@@ -212,8 +212,7 @@ def test_a_job_goes_on_with_one_node_of_three_when_the_others_are_lost_and_power
     patient = "--recover-heartbeat-timeout 30"  # four of these are waited for the witness: a controller may be busy
     job = Job(powered, tmp_path / "job", iterations=ITERATIONS, flags=patient)
     job.wait_iteration(4)
-    for name in ("n2", "n3"):
-        powered.kill_node(name)
+    powered.kill_node("n2", "n3")
     powered.run("scontrol", "update", "nodename=n[2-3]", "state=power_down_force")
     job.wait("COMPLETED")
     check_steps(job, None, replicas=1)
