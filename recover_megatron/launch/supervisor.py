@@ -327,11 +327,10 @@ class Supervisor:
     def epoch_wanted(self) -> None:
         self._start_up.others_lost()
 
-    # --- after the last worker ---
-
     def _own_workers_ended(self) -> None:
         self._successors.prepared.end()
-        if self._state is LaunchState.STOPPING:
+        self._signals.handle_pending()  # SLURM sends a signal to all processes: it may be what has ended the workers
+        if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
             self._end()
         elif self._spec.coordinators and all(outcome.exit_code == REFUSED for outcome in self._table.outcomes):
             self._stop("the run has refused all workers of this node", REFUSED)

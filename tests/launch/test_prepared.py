@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,11 +16,12 @@ from recover_megatron.launch.command_line.arguments import parse
 from recover_megatron.launch.workers import successors
 from recover_megatron.launch.workers.states import WorkerState
 from recover_megatron.launch.workers.successors import Successors
+from recover_megatron.membership.io.session import connect
 from recover_megatron.network import handover, system
 from recover_megatron.network.handover import LARGEST, Handover
 from recover_megatron.variables import PREPARED_VARIABLE
 from tests.harness.processes import alive, python
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 from tests.launch.conftest import SECRET, spec_of
 from tests.launch.test_log_disk import disk as disk
 from tests.launch.test_log_disk import fill
@@ -88,6 +90,29 @@ def test_a_prepared_process_that_is_given_nothing_ends_in_silence(sent: bytes, c
     done = python("-c", text)
     assert done.returncode == code
     assert (done.stderr == "") == (code != 1)
+
+
+def test_a_signal_of_the_launcher_after_the_environment_reaches_the_worker() -> None:
+    pipe = Handover({})
+    text = (
+        "import signal; from recover_megatron.network import handover; "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('blocked', flush=True); handover.wait()"
+    )
+    command, environment = [sys.executable, "-c", text], {**os.environ, **pipe.environment}
+    process = subprocess.Popen(command, env=environment, pass_fds=[pipe.descriptor], stdout=subprocess.PIPE)
+    os.close(pipe.descriptor)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert pipe.give({})
+    process.communicate(timeout=DEADLINE)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_process_that_is_no_worker_yet_does_not_join(monkeypatch):
+    monkeypatch.setenv(PREPARED_VARIABLE, "3")
+    with pytest.raises(RuntimeError, match="started in advance, and is no worker yet"):
+        connect(environ={})
 
 
 # -- when -------------------------------------------------------------------------------------------------------------
@@ -236,14 +261,34 @@ def test_a_prepared_process_that_ends_is_told_once_and_the_next_replacement_is_a
     records = bench.workers()
     assert [(record["worker_id"], record["state"]) for record in records[3:]] == [(3, "finished")]
     assert records[3]["pid"] != pid
+    assert not (bench.folder / "logs" / "worker-3.log.old").exists(), "one log has the lines of both processes"
+
+
+@slow
+def test_replacements_that_fail_silently_are_taken_for_alike_though_one_was_prepared(bench):
+    fails = "if int(os.environ['RECOVER_WORKER_ID']) > 2: os._exit(3)\n    runpy.run_path"
+    told = "print('it is prepared', file=sys.stderr, flush=True)\n        print(\"PREPARED\""
+    script = (
+        SCRIPT.replace("runpy.run_path", fails).replace('print("PREPARED"', told).replace("import os", "import os, sys")
+    )
+    launch = training(bench, 3, 4, bench.script(script), *LONGER[1:], environment=HELD)
+    prepared(launch, 3)
+    bench.kill(1, 3)
+    launch.wait_for("2 replacement workers have ended in the same way")
+    bench.go()
+    launch.ends()
 
 
 @slow
 def test_signals_that_end_the_launch_end_the_prepared_process_in_silence(bench):
     launch = training(bench, 2, 1, *prepares(bench))
     prepared(launch, 2)
-    for pid in launch.left():  # as SLURM does
+    launch.send(signal.SIGSTOP)  # the signal of SLURM, to all processes, ends the workers before their launcher
+    for pid in set(launch.left()) - {launch.pid}:
         os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not any(alive(worker["pid"]) for worker in bench.workers()), "the workers have ended")
+    launch.send(signal.SIGTERM)
+    launch.send(signal.SIGCONT)
     launch.ends(128 + signal.SIGTERM)
     assert "prepared to be" not in launch.err
 

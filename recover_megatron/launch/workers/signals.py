@@ -50,7 +50,7 @@ class LaunchSignals:
         signals += [number for number in of_terminals if signal.getsignal(number) is not signal.SIG_IGN]
         self._loop = loop
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        loop.add_reader(self._read, self._on_signals)
+        loop.add_reader(self._read, self.handle_pending)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         # Python writes to the wake-up descriptor only for signals that have a handler in Python.
         self._before = {number: signal.signal(number, lambda _number, _frame: None) for number in signals}
@@ -64,8 +64,7 @@ class LaunchSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
-        with suppress(BlockingIOError):
-            self._on_signals()
+        self.handle_pending()
         self._loop.remove_reader(self._read)
         os.close(self._read)
         os.close(self._write)
@@ -79,8 +78,12 @@ class LaunchSignals:
         """Treat the next SIGINT, SIGTERM or SIGHUP as the first one."""
         self._asked_at = None
 
-    def _on_signals(self) -> None:
-        for number in os.read(self._read, 4096):
+    def handle_pending(self) -> None:
+        """Handle the signals that have arrived, if there are any; the event loop calls this for each signal."""
+        numbers = b""
+        with suppress(BlockingIOError):
+            numbers = os.read(self._read, 4096)
+        for number in numbers:
             self._arrived(number)
 
     def _arrived(self, number: int) -> None:
