@@ -87,6 +87,10 @@ def wait(environ: MutableMapping[str, str] = os.environ) -> None:
         else:
             environ.pop(name, None)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    while waited and signal.sigtimedwait(blocked, 0) is not None:
-        pass  # the signal was sent to the prepared process; one that came during the imports may concern the worker
+    sent = {}
+    while waited and (info := signal.sigtimedwait(blocked, 0)) is not None:
+        sent[info.si_signo] = info.si_pid  # a signal that came during the imports may concern the worker: it is kept
+    for number, sender in sent.items():
+        if sender == os.getppid():  # the launcher signals workers only, so it has sent this one after the environment
+            os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)

@@ -385,6 +385,7 @@ class LogFolder:
         self._say = partial(loop.call_from_thread, say)
         self._locks = [held for held in (lock, *other_locks) if held]
         self._logs: list[BackgroundWriter] = []
+        self._opened = set[Path]()  # logs that this launch has opened: a prepared process may have ended
         self._workers_file = WorkersFile(folder, self._say) if folder else None
         self._secret_file = SecretFile(folder, self._say) if folder else None
         self._secret_is_ours = False
@@ -394,7 +395,8 @@ class LogFolder:
         return next((reason for lock in self._locks if (reason := lock.share(run_id))), None)
 
     def open_log(self, path: Path) -> LogFile:
-        log = LogFile(path, self._say)
+        log = LogFile(path, self._say, again=path in self._opened)
+        self._opened.add(path)
         self._logs = [file for file in self._logs if not file.finished] + [log]
         return log
 

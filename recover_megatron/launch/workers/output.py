@@ -191,10 +191,13 @@ class LogFile(LogWriter):
     (``log_writer``); if the disk works, the data is on it when ``write`` returns.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        """Create the file; ``say``, called in any thread, reports a log that cannot be written."""
+    def __init__(self, path: Path, say: Callable[[str], None], *, again: bool = False) -> None:
+        """Create the file; ``say``, called in any thread, reports a log that cannot be written.
+
+        ``again``: True to append to the file, which this launch has created.
+        """
         super().__init__(path, say, self._open, _missing, most_bytes=_MOST_UNWRITTEN)
-        self._first = True
+        self._first = not again
         self.make()
         self._last: tuple[object, bool] = (None, True)
 
@@ -248,6 +251,10 @@ class Stream:
     def last_line(self) -> str:
         """Return the last non-empty line, at most its first LONGEST_LAST bytes."""
         return self._last.decode(errors="replace").strip()
+
+    def forget_last_line(self) -> None:
+        """Begin a new ``last_line``: the process that writes becomes a worker now."""
+        self._last = b""
 
     def pause(self) -> None:
         if self.open:

@@ -132,6 +132,7 @@ class WorkerTable:
         handles.watch = watch
         for stream in handles.streams:
             stream.fatal.on_first_line = watch.fatal
+            stream.forget_last_line()
         watch.begin(worker.pid)
         self._loop.add_reader(handles.pidfd, self._on_exit, worker)
         return worker.pid

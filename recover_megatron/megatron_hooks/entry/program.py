@@ -217,11 +217,11 @@ def _activated(program: Program) -> Program:
     import torch
 
     importlib.import_module("recover_megatron.megatron_hooks.entry.fault_tolerance")
-    if torch.cuda.is_initialized() and not hostdevice.is_active():
-        log.error("an imported module has opened a CUDA device, which a prepared process must not hold while it waits")
-        os._exit(EXIT_OWN_FAULT)
     code.remember()
     if not handover.is_given():
+        if torch.cuda.is_initialized() and not hostdevice.is_active():
+            log.error("an imported module has opened a CUDA device, which this prepared process must not hold")
+            os._exit(EXIT_OWN_FAULT)
         log.info(
             f"process {os.getpid()} is prepared to replace the next worker that dies: it has imported Megatron, and "
             "waits without a device (recover-run --prepared-workers 0: no such process)"

@@ -29,7 +29,7 @@ from recover_megatron.membership.records import (
 )
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, Secret, find_secret
-from recover_megatron.network import death_notice, system
+from recover_megatron.network import death_notice, handover, system
 from recover_megatron.network.messages import frame
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
@@ -411,6 +411,11 @@ def connect(
     session has no node agent, because the launcher attaches only to its own candidates. Raises KeyError if the launcher
     gave no coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
     """
+    if handover.is_prepared():
+        raise RuntimeError(
+            "this process was started in advance, and is no worker yet: before the script joins a run, it must call "
+            "load() of recover_megatron.megatron_hooks.entry.program (--prepared-workers 0: no such process)"
+        )
     system.use_all_descriptors()
     system.keep_sockets(environ)
     death_notice.hold(environ)
