@@ -17,6 +17,7 @@ from cluster import cluster
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation import attach
+from test_wire import nested
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session
 from recover_megatron.membership.coordinator import Coordinator
@@ -283,7 +284,7 @@ def test_an_error_in_a_callback_ends_the_waits_instead_of_letting_them_hang(
 
 
 def test_a_worker_whose_plan_was_altered_decides_from_no_other_plan_than_the_others(tmp_path: Path) -> None:
-    """It refuses the changes to that plan, comes back, and gets the next plan without them."""
+    """The worker refuses the changes to that plan, connects again, and gets the next plan whole."""
     with cluster(tmp_path) as run:
         run.start_coordinators(2)
         secret = read_secret_file(run.secret_file)
@@ -383,7 +384,7 @@ def test_a_candidate_that_does_not_lead_takes_no_worker_that_ended_in_order_for_
 def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_runs() -> None:
     with by_hand([[0, 0]]) as (session, coordinator):
         coordinator.say(coordinator.revoke(1))
-        for bad, why in ((math.nan, "JSON"), ("x" * (8 << 20), "limit"), (json.loads("[" * 101 + "]" * 101), "deep")):
+        for bad, why in ((math.nan, "JSON"), ("x" * (8 << 20), "limit"), (nested(101), "deep"), (nested(9000), "deep")):
             with pytest.raises(ValueError, match=why):
                 session.join(bad)
         joiner, plans = beside(lambda: session.join({}))

@@ -30,7 +30,6 @@ from recover_megatron.membership.records import (
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, Secret, find_secret
 from recover_megatron.network import death_notice, handover, system
-from recover_megatron.network.messages import frame
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 RevokeCallback = Callable[[int, str], None]
@@ -181,8 +180,12 @@ class Session:
         epoch was not revoked, this call requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
         ``ValueError`` if the status is too long or too deep, or is not JSON.
         """
-        text = json.dumps(status, separators=(",", ":"), allow_nan=False)
-        frame(text.encode(), MAX_TO_COORDINATOR // 2, "join")  # checks the length
+        try:
+            text = json.dumps(status, separators=(",", ":"), allow_nan=False)
+        except RecursionError as error:
+            raise ValueError("the status is too deep") from error
+        if len(text) > MAX_TO_COORDINATOR // 2:
+            raise ValueError(f"the status has {len(text)} bytes, more than the limit of {MAX_TO_COORDINATOR // 2}")
         status = json.loads(text)  # only lists, objects and plain values
         fields.check_depth(status, fields.MAX_DEPTH)
         with self._client.condition:
