@@ -196,7 +196,7 @@ class Supervisor:
     def start_workers_if_ready(self) -> None:
         """Start the workers if node 0 has admitted this node and the coordinators are known, else do nothing.
 
-        Stop the launch if another run uses a folder.
+        Stop the launch if another run uses a folder of this run.
         """
         if self._state is not LaunchState.STARTING or not self._peers.joined:
             return
@@ -218,7 +218,7 @@ class Supervisor:
 
     def _start_worker(self, worker: WorkerProcess) -> None:
         """Start the process of ``worker``.  Raises OSError."""
-        pid = self._table.start(worker, self._environment.of(worker))
+        pid = self._table.start(worker, self._environment.of(worker), self._successors.prepared.take)
         self._control.agent.spawned(worker.worker_id, pid)
         self._late.started(worker)
 
@@ -340,7 +340,8 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """End the launch; on several nodes, wait for the end of the run, which may need this node's candidate."""
+        """End the launch; on several nodes, first wait for the end of the run, which decides the exit code and may need
+        this node's candidate."""
         if (self._spec.nnodes > 1 or self._spec.coordinators) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(

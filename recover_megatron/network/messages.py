@@ -109,13 +109,8 @@ def encode(message: Message, limit: int = LONGEST) -> bytes:
         body = msgspec.json.encode(message, enc_hook=_plain)
     except UnicodeEncodeError:
         body = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), ensure_ascii=False).encode(errors="replace")
-    return frame(body, limit, message.kind)
-
-
-def frame(body: bytes, limit: int, kind: str) -> bytes:
-    """Return the frame of a message's ``body``. Raises ValueError if the body exceeds ``limit`` bytes."""
     if len(body) > limit:
-        raise ValueError(f"message {kind!r} has {len(body)} bytes, more than the limit of {limit}")
+        raise ValueError(f"message {message.kind!r} has {len(body)} bytes, more than the limit of {limit}")
     return _HEADER.pack(len(body)) + body
 
 

@@ -48,7 +48,7 @@ SCRIPT = f"""
 
 
 def given(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
-    """What becomes of the environment of a prepared process, started with ``before``, that is given ``after``."""
+    """The environment of a prepared process that was started with ``before``, after it is given ``after``."""
     pipe = Handover(before)
     environ = dict(pipe.environment)
     assert pipe.give(after)

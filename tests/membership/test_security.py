@@ -26,7 +26,6 @@ from recover_megatron.membership.messages.fields import Message
 from recover_megatron.membership.records import SecretError, Settings
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, Secret, find_secret, read_secret_file
 from recover_megatron.network import messages as wire
-from recover_megatron.network.messages import frame
 from recover_megatron.network.system import use_all_descriptors
 from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
@@ -48,7 +47,7 @@ def receive[M: Message](sock: socket.socket, kind: type[M]) -> M:
 
 
 def framed(body: bytes) -> bytes:
-    return frame(body, wire.MAX_HANDSHAKE, "a test")
+    return struct.pack(">I", len(body)) + body
 
 
 def ends(sock: socket.socket) -> bool:

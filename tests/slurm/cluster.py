@@ -156,7 +156,7 @@ class Cluster:
         self._start(name, "slurmd", "-D", "-N", name)
 
     def kill_node(self, *lost: str) -> None:
-        """As hosts that lose their power: the daemons, their stepds and all that they have started, at once.
+        """Kill the daemons of these nodes, their stepds and all that they have started, as a loss of power does.
 
         First those that could tell of the others' deaths: the last one of srun's two processes waits for nothing else.
         """

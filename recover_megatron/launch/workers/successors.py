@@ -156,7 +156,6 @@ class Successors:
 
     def __post_init__(self) -> None:
         self.prepared = Prepared(self._loop, self._table, self._say, self._environment)
-        self._table.take_prepared = self.prepared.take
         self._replacements = Replacements(self._spec)
         self._stopped = False
         self._waiting: list[WorkerProcess] = []

@@ -32,6 +32,10 @@ from recover_megatron.network import system
 from recover_megatron.network.death_notice import DeathWatch
 from recover_megatron.network.event_loop import EventLoop
 
+TakePrepared = Callable[[WorkerProcess, Mapping[str, str]], bool]
+"""Function that makes a prepared process the process of a worker with an environment; see ``prepared.Prepared.take``.
+"""
+
 
 @dataclass
 class _Handles:
@@ -40,7 +44,8 @@ class _Handles:
     pidfd: int
     streams: list[Stream]
     log: LogFile | None
-    watch: ProcessWatch
+    watch: ProcessWatch | None = None
+    """None for a prepared process."""
 
 
 @dataclass(eq=False)
@@ -65,8 +70,6 @@ class WorkerTable:
         """True if records have changed since workers.json was written."""
         self.last_words: dict[int, str] = {}
         """Worker id -> report of the fatal signal that killed the worker, else the last line of the worker's stderr."""
-        self.take_prepared: Callable[[WorkerProcess, Mapping[str, str]], bool] = lambda worker, environment: False
-        """Function that makes a prepared process the process of a worker; see ``prepared.Prepared.take``."""
         self._killed: set[int] = set()  # workers to which this launcher has sent SIGKILL
         self._memory_kills = system.memory_kills()  # number of out-of-memory kills when a worker last ended
         self._kernel_log = system.KernelLog()
@@ -114,13 +117,13 @@ class WorkerTable:
 
     # --- the processes ---
 
-    def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
+    def start(self, worker: WorkerProcess, environment: Mapping[str, str], take_prepared: TakePrepared) -> int:
         """Start and watch the process of ``worker``.  Return its pid; raises OSError if it cannot be started."""
         notice = DeathWatch.make() if self._spec.control_plane else None
         watch = ProcessWatch(self._loop, partial(self._on_dying, worker), notice)
         variables = {**environment, **(notice.variables if notice is not None else {})}
         try:
-            if not self.take_prepared(worker, variables):
+            if not take_prepared(worker, variables):
                 self.spawn(worker, variables)
         except OSError:
             watch.close()
@@ -161,9 +164,7 @@ class WorkerTable:
         finally:
             os.close(stdout)
             os.close(stderr)
-        self._handles[worker.worker_id] = _Handles(
-            pidfd, streams, log, ProcessWatch(self._loop, lambda end: None, None)
-        )
+        self._handles[worker.worker_id] = _Handles(pidfd, streams, log)
         self._reaper.add_session(worker.pid, [stream.pipe for stream in streams])
         # The loop reads the output from its next iteration on; before that, the supervisor updates workers.json.
         self._console.read(streams)
@@ -182,7 +183,9 @@ class WorkerTable:
 
         Raises OSError if SIGKILL cannot be sent; the caller must not report the death then.
         """
-        self._handles[worker.worker_id].watch.fence(end)
+        watch = self._handles[worker.worker_id].watch
+        assert watch is not None, "a worker that dies has started"
+        watch.fence(end)
         if end.must_kill:
             self._killed.add(worker.worker_id)
         if end.code is not None:
@@ -195,8 +198,10 @@ class WorkerTable:
         Returns the number of processes that were left behind.
         """
         assert worker.pid is not None
-        self._loop.remove_reader(self._handles[worker.worker_id].pidfd)
-        self._handles[worker.worker_id].watch.close()
+        handles = self._handles[worker.worker_id]
+        self._loop.remove_reader(handles.pidfd)
+        if handles.watch is not None:
+            handles.watch.close()
         find = partial(find_launch, self._spec.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
         worker.end(status := processes.reap(worker.pid), time.time())

@@ -215,6 +215,7 @@ class Follower:
             self._say(self._next_beat(now))
 
     def _next_beat(self, now: float = -math.inf) -> to_coordinator.Heartbeat | to_coordinator.Beat:
+        """Return the next heartbeat. Without ``now``, its time, the answer to it does not count for ``in_touch``."""
         self._beats += 1
         self._asked.append((self._beats, now))
         return replace(self.beat, number=self._beats)
