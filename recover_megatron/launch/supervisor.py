@@ -38,9 +38,8 @@ from recover_megatron.launch.workers.states import (
     WorkerState,
 )
 from recover_megatron.launch.workers.successors import LateNewcomers, Successors
-from recover_megatron.launch.workers.worker_table import Shutdown, WorkerTable
+from recover_megatron.launch.workers.worker_table import Shutdown, WorkerTable, cause_of
 from recover_megatron.membership.records import SecretError
-from recover_megatron.network.death_notice import FATAL
 from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.variables import COORDINATOR_VARIABLE, FIRST_START_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
@@ -247,9 +246,7 @@ class Supervisor:
         self._early.pop(worker.worker_id, None)
         left_behind = self._table.reap(worker)
         self._control.agent.ended(worker.worker_id, worker.how)
-        cause = self._table.close(worker)
-        if worker.state is not WorkerState.FAILED and not cause.startswith(FATAL.decode()):
-            cause = ""
+        cause = cause_of(worker, self._table.close(worker))
         if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
             self._start_up.worker_lost(worker, left_behind, cause)
         else:

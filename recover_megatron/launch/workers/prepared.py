@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.workers.states import WorkerProcess
-from recover_megatron.launch.workers.worker_table import WorkerTable
+from recover_megatron.launch.workers.worker_table import WorkerTable, cause_of
 from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.handover import Handover
 from recover_megatron.variables import SPARE_VARIABLE
@@ -101,10 +101,10 @@ class Prepared:
     def _ended(self, process: WorkerProcess) -> None:
         """Kill and reap ``process`` and its children, and report its end, unless ``end`` has killed it."""
         self._table.reap(process)
-        words = self._table.close(process)
+        cause = cause_of(process, self._table.close(process))
         if process is self._ending:
             self._ending = None
         else:
             self._forget()
             self._failed = process.worker_id
-            self._say(messages.prepared_ended(process, words))
+            self._say(messages.prepared_ended(process, cause))

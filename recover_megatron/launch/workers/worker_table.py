@@ -29,7 +29,7 @@ from recover_megatron.launch.workers.reaper import Reaper
 from recover_megatron.launch.workers.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
 from recover_megatron.network import system
-from recover_megatron.network.death_notice import DeathWatch
+from recover_megatron.network.death_notice import FATAL, DeathWatch
 from recover_megatron.network.event_loop import EventLoop
 
 TakePrepared = Callable[[WorkerProcess, Mapping[str, str]], bool]
@@ -248,6 +248,11 @@ class WorkerTable:
         for worker in workers:
             worker.end(-signal.SIGKILL, time.time())
             self.changed = True
+
+
+def cause_of(worker: WorkerProcess, words: str) -> str:
+    """Return ``words``, the ``last_words`` of a worker that has ended, if they may explain its end; else ""."""
+    return words if worker.state is WorkerState.FAILED or words.startswith(FATAL.decode()) else ""
 
 
 UNKILLABLE_SECONDS = 10.0
