@@ -108,7 +108,8 @@ def encode(message: Message, limit: int = LONGEST) -> bytes:
     try:
         body = msgspec.json.encode(message, enc_hook=_plain)
     except UnicodeEncodeError:
-        body = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), ensure_ascii=False).encode(errors="replace")
+        text = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), ensure_ascii=False)
+        body = msgspec.json.encode(json.loads(text.encode(errors="replace")))  # json.dumps writes NaN, which is no JSON
     if len(body) > limit:
         raise ValueError(f"message {message.kind!r} has {len(body)} bytes, more than the limit of {limit}")
     return _HEADER.pack(len(body)) + body

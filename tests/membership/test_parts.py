@@ -387,6 +387,8 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
         for bad, why in ((math.nan, "JSON"), ("x" * (8 << 20), "limit"), (nested(101), "deep"), (nested(9000), "deep")):
             with pytest.raises(ValueError, match=why):
                 session.join(bad)
+        with pytest.raises(TypeError, match="JSON"):
+            session.join({1})
         joiner, plans = beside(lambda: session.join({}))
         coordinator.hear(Join)
         coordinator.say(coordinator.plan(1), coordinator.revoke(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import struct
 import tomllib
@@ -226,6 +227,8 @@ def test_a_text_that_utf_8_cannot_represent_arrives_with_question_marks() -> Non
     """A name of a file that is no UTF-8, in an exception for example."""
     sent = up.Note("\U0001f680 file \udcff, \ud800")
     assert TO_COORDINATOR.parse(wire.encode(sent)[4:]) == up.Note("\U0001f680 file ?, ?")
+    join = up.Join(1, {"\ud800": [math.nan, math.inf, 0.5]}, 0)
+    assert TO_COORDINATOR.parse(wire.encode(join)[4:]) == up.Join(1, {"?": [None, None, 0.5]}, 0)
 
 
 def test_a_number_of_a_type_of_its_own_is_sent_as_a_number() -> None:

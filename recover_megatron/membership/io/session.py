@@ -178,7 +178,7 @@ class Session:
         Every member gets the same plan, whose epoch may have been revoked before this call returns. The caller must
         then apply the step of each iteration that this worker reported done, up to ``plan.committed``. If the current
         epoch was not revoked, this call requests a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
-        ``ValueError`` if the status is too long or too deep, or is not JSON.
+        ``ValueError`` if the status is too long or too deep, or contains NaN; ``TypeError`` for a type that JSON lacks.
         """
         try:
             text = json.dumps(status, separators=(",", ":"), allow_nan=False)
