@@ -85,7 +85,7 @@ def fenced(worker: WorkerProcess) -> tuple[str, str]:
 
 
 def prepared_ended(process: WorkerProcess, cause: str) -> str:
-    """Return the log line about a prepared process that has ended by itself; ``cause``: its last line of output."""
+    """Return the log line about a prepared process that has ended by itself; ``cause``: see ``cause_of``."""
     why = f" ({cause})" if cause else ""
     return (
         f"process {process.pid} on {process.host}, prepared to be worker {process.worker_id}, {_outcome(process)} "

@@ -170,7 +170,7 @@ def test_a_late_replica_goes_on_when_all_others_are_lost_from_the_newest_state_t
     # other the iteration in which the lost had summed already.
     most = (lost or 0) + any(strike.phase == "all-gather" for strike in late.others)
     assert all(1 <= back["lost"] <= most for back in backs), (backs, result.told())
-    assert result.replicas[-1] == 1
+    assert result.replicas[2] == 1  # in later iterations the mates of the lost may have formed another replica
     superseded = runs.out / "steps.jsonl.1"
     assert superseded.exists() == (lost is not None)
     if lost is not None:
