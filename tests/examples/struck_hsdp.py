@@ -3,7 +3,7 @@
 STRIKES: ``WORKER@ITERATION:PHASE,...``.  Whoever gets to the end leaves its shard in FOLDER/shard-WORKER.pt.
 
 forward, backward   in the second microbatch of the iteration, in the middle of the model
-rerun               in the first microbatch that is run again
+rerun               in the first microbatch after the loss of a worker
 reduce              when the sum over the shard groups has begun
 reduced             when it has been made, and the coordinator has not been told
 agree               when it has been told, and has not answered
@@ -24,7 +24,7 @@ from tests.examples.striking import strike_in_sums, strikes_of
 class Struck(example.Trainer):
     def __init__(self, column: Any) -> None:
         super().__init__(column)
-        self.rerun = False
+        self.rerun, self.members = False, list[int]()
         self.model[1].register_forward_hook(self._in_the_model)
         strike_in_sums(self.at)
 
@@ -40,7 +40,8 @@ class Struck(example.Trainer):
             output.register_hook(lambda gradient: self.at("backward"))
 
     def finish_iteration(self) -> None:
-        self.rerun = bool(self.ran)
+        # Perhaps this worker has not begun the iteration in which the other one was lost.
+        self.rerun, self.members = self.column.members != self.members, self.column.members
         super().finish_iteration()
 
     def step(self) -> None:

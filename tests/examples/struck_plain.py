@@ -6,7 +6,7 @@ Whoever gets to the end leaves its state in FOLDER/worker-ID.pt.  Each worker of
 other parameters.
 
 microbatch   in the second microbatch of the step
-rerun        in the first microbatch that is run after an epoch began in the middle of the step
+rerun        in the first microbatch after the loss of a worker
 reduce       when the sum has begun
 reduced      when it has been made, and the coordinator has not been told
 agree        when it has been told, and has not answered
@@ -59,9 +59,8 @@ class Strikes:
     def microbatch(self, step: int, j: int) -> torch.Tensor:
         now = step, self._elastic._session.epoch
         if now != self._begun:
-            self._ran, again = 0, now[0] == self._begun[0]
-            self._begun = now
-            if again:
+            self._ran, before, self._begun = 0, self._begun, now
+            if before[1] != now[1]:  # perhaps this worker has not begun the step in which the other one was lost
                 self.at("rerun")
         self._ran += 1
         if self._ran == 2:
