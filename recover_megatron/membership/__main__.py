@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     address = address_of(listener)
     print(json.dumps({"listening": address}), flush=True)
     journal({"event": "listening", "address": address, "world": args.world})
-    gc.set_threshold(100_000)  # with the default, collections take a quarter of the time in which 16,384 workers join
+    gc.set_threshold(1_000_000)  # with the default, collections take a quarter of the time in which 16,384 workers join
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return server.serve_forever()

@@ -251,11 +251,11 @@ class Coordinator:
             self._takeover.lose_silent(now)
             return
         self.lateness.evict_aside(now)
-        stuck = self.lateness.evict(self._awaited, now)
+        stuck = self.lateness.evict(awaited := self._awaited, now)
         if self.state is State.STEADY and not self.roster.changes:
-            self.lateness.set_aside(self._awaited, now)
+            self.lateness.set_aside(awaited, now)
         if stuck and self.state is State.STEADY and not self.roster.changes:
-            self.lateness.all_wait(self._awaited, now)
+            self.lateness.all_wait(awaited, now)
 
     def _excuse(self, pause: float, now: float) -> None:
         """Exclude a pause of this process, in seconds, from all deadlines and from the silence of all members."""
@@ -380,11 +380,12 @@ class Coordinator:
     def _from_worker(self, worker: Member, session: int, message: to_coordinator.ToCoordinator, now: float) -> None:
         epochs, changes = self.epochs, self.roster.changes
         steady = self.state is State.STEADY
+        if isinstance(message, to_coordinator.Heartbeat):  # nearly all messages
+            worker.progress.heartbeat(message, now, may_wait=steady and worker.done <= epochs.committed)
+            self._out.send([session], to_member.Beat(message.number))
+            return
         of_this_epoch = steady and isinstance(message, fields.OfEpoch) and message.epoch == epochs.formed.epoch
         match message:
-            case to_coordinator.Heartbeat():
-                worker.progress.heartbeat(message, now, may_wait=steady and worker.done <= epochs.committed)
-                self._out.send([session], to_member.Beat(message.number))
             case to_coordinator.Join() if worker.fate is Fate.ASIDE:
                 self.roster.take_back(worker, now)
             case to_coordinator.Join():

@@ -120,6 +120,8 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
     if not waiting:
         last = max((p.marked for p in progress), default=now)
+        if now - max(last, fresh) <= hang_timeout:
+            return Judgement()
         slow = [p.worker for p in progress if p.phase in STORAGE_PHASES and now - max(last, fresh) > hang_timeout]
         last = max((p.marked + _allowed(p, now, hang_timeout) for p in progress), default=now)
         if now - max(last, fresh) <= hang_timeout:
@@ -131,6 +133,8 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
         return Judgement(stuck=now - last > hang_timeout)
     first = max(min(waiting), fresh)
     judgement = Judgement()
+    if now - first <= hang_timeout:
+        return judgement
     blamed = [p for p in progress if p.waiting_since is None]
     # The time that marks allow does not count if a minority waits, while the other workers have joined or finished.
     all_wait = all(p.waits for p in blamed) and 2 * len(blamed) <= len(progress)

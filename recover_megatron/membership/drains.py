@@ -82,6 +82,8 @@ class Drains:
         An accepted drain that no member's status lists any more is also decided again. In that case the members have
         refused it later, but their answer was lost, because an epoch was being formed or the answering worker died.
         """
+        if not self._accepted:
+            return tuple(self._asked)
         statuses = {number: self._roster.workers[number].status for number in members}
         forgotten = self._accepted - draining_of({"statuses": statuses}) - {*self._asked}
         self._asked += sorted(node for node in forgotten if self._live(node))

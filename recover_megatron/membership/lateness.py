@@ -135,7 +135,8 @@ class Lateness:
     def _group(self, members: Workers) -> list[WorkerProgress]:
         """Return the progress of those ``members`` that are reached."""
         workers = self._roster.workers
-        return [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
+        live = members & self._roster.with_fate(Fate.LIVE)
+        return [w.progress for m in live if (w := workers[m]).session is not None]
 
     def _until(self, group: list[WorkerProgress], slow: dict[WorkerId, str]) -> float | None:
         """Return the time until which the run waits for ``slow`` workers whose marks allow more than the stall timeout.
@@ -156,8 +157,8 @@ class Lateness:
 
     def set_aside(self, members: Workers, now: float) -> None:
         """If all other ``members`` have waited for one replica longer than the grace, set that replica aside."""
-        settings, group = self._roster.settings, self._group(members)
-        if settings.grace > 0 and len(group) == len(members):
+        settings = self._roster.settings
+        if settings.grace > 0 and self._others_wait and len(group := self._group(members)) == len(members):
             late = behind(group, self._replica_of(), now, settings)
             self._roster.set_aside(late, f"its replica is late by more than {settings.grace:g} s", now)
 
@@ -184,8 +185,8 @@ class Lateness:
 
     def _quiet(self, seconds: float, now: float) -> list[Member]:
         """Return attached workers that have been silent for more than ``seconds``."""
-        workers = self._roster.workers.values()
-        return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
+        heard_by = now - seconds  # as in ``silence``, without a call for each worker
+        return [w for w in self._roster.workers.values() if w.heard + w.excused < heard_by and w.session is not None]
 
     def _not_heard(self, now: float) -> dict[WorkerId, str]:
         """Return worker -> reason, for workers that are late because they are silent or have no connection."""
@@ -288,7 +289,8 @@ class Witnessed:
         too_few = state is State.RENDEZVOUS and self._rendezvous.too_few
         no_leader = state is State.STANDBY and self._leadership.lacks_members
         self._leadership.witness.ask(now, needed=stalled or too_few or no_leader)
-        waiting = self._roster.newcomers - self._rendezvous.members
+        others = self._roster.with_fate(Fate.LIVE) - self._rendezvous.members
+        waiting = others & self._roster.newcomers if others else ()
         lets_in = self._leadership.witness.lets_in
         if state is State.STEADY and any(lets_in(number, self._epochs.formed) for number in waiting):
             self._roster.changes.append("waiting newcomers may be admitted")

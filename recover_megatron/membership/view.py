@@ -17,7 +17,7 @@ silent the longest), a view lists at most ``MAX_ROWS`` workers, and long texts i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +99,11 @@ class History:
 
     def _plan(self, record: Mapping[str, Json], plan: Json, now: float) -> None:
         replicas: dict[int, set[Any]] = {}
-        for worker, status in statuses_of(plan).items():
-            if type(replica := status.get("replica")) is int:
-                replicas.setdefault(replica, set()).add(status.get("position", f"of {worker}"))
+        for worker, status in _numbered(plan):
+            fields: dict[str, Any] = status if isinstance(status, dict) else {}
+            replica, position = fields.get("replica"), fields.get("position")
+            if replica is not None and _is_number(replica):
+                replicas.setdefault(replica, set()).add(position if _is_number(position) else f"of {worker}")
         self.replicas |= replicas.keys()
         self.replica_size = max([self.replica_size, *map(len, replicas.values())])
         reason, self._reasons = _cut("; ".join(self._reasons[:4]), _REASON), []
@@ -112,18 +114,26 @@ class History:
 
 def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
     """Return member of a plan -> status, truncated to the size limit; empty if the plan's data has no statuses."""
+    return {worker: _bounded(status) for worker, status in _numbered(plan)}
+
+
+def _numbered(plan: Json) -> Iterator[tuple[WorkerId, Json]]:
+    """Yield member and status of a plan, whose data may be anything."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
-    if not isinstance(statuses, dict):
-        return {}
-    numbered = {worker: status for worker, status in statuses.items() if worker.isdecimal() and len(worker) < 10}
-    return {WorkerId(int(worker)): _bounded(status) for worker, status in numbered.items()}
+    for worker, status in statuses.items() if isinstance(statuses, dict) else ():
+        if worker.isdecimal() and len(worker) < 10:
+            yield WorkerId(int(worker)), status
+
+
+def _is_number(value: Json) -> bool:
+    return type(value) is int and abs(value) < 1 << 53
 
 
 def _bounded(status: Json) -> dict[str, Json]:
     """Return the fields of a status that a view shows, cut to size. Fields with values of a wrong type are left out."""
     if not isinstance(status, dict):
         return {}
-    numbers = {name: status[name] for name in _NUMBERS if type(status.get(name)) is int and abs(status[name]) < 1 << 53}
+    numbers = {name: status[name] for name in _NUMBERS if _is_number(status.get(name))}
     texts = {name: _cut(status[name], limit) for name, limit in _TEXTS.items() if isinstance(status.get(name), str)}
     nothing = {"replica": None} if "replica" in status and status["replica"] is None else {}
     return {**numbers, **texts, **nothing}

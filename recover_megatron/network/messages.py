@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Version of the messages of the control plane and of the peer stores; both sides of a connection must have it."""
 
 LONGEST = 64 << 20

@@ -6,8 +6,10 @@ No incoming data is trusted. msgspec checks types and bounds when it decodes a m
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any, Self
 
+import msgspec
 from msgspec import Meta, field
 
 from recover_megatron.membership import records
@@ -50,6 +52,10 @@ def read_runs(kind: type[Runs], value: Any) -> Runs:
 
 def check_depth(value: Any, most: int) -> None:
     """Raise ValueError if ``value`` contains lists or objects more than ``most`` deep."""
+    with contextlib.suppress(RecursionError, UnicodeEncodeError):  # too deep, or text that UTF-8 cannot represent
+        text = msgspec.json.encode(value)
+        if text.count(b"[") + text.count(b"{") <= most:  # most values: counting is much faster than the loop below
+            return
     level: list[Any] = [[value]]
     for _ in range(most + 1):
         parts = (value.values() if type(value) is dict else value for value in level)

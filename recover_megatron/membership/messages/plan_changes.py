@@ -20,7 +20,7 @@ import base64
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -51,16 +51,17 @@ def pack(plan: Json, members: Workers, base: Json = None) -> dict[str, Json]:
     common = _common(statuses, before)
     own: dict[str, Json] = {}
     without: dict[str, Json] = {}
-    for worker, status in statuses.items():
+    texts = list(map(_sorted_bytes, statuses.values()))
+    for (worker, status), text in zip(statuses.items(), texts, strict=True):
         expected = {**before.get(worker, {}), **common}
-        if _same(expected, status):
+        if expected == status and _sorted_bytes(expected) == text:
             continue
         if changed := {name: value for name, value in status.items() if not _has(expected, name, value)}:
             own[worker] = changed
         if lacking := [name for name in expected if name not in status]:
             without[worker] = lacking
     rest = {name: value for name, value in plan.items() if name not in ("members", "statuses")}
-    packed = {"rest": rest, "common": common, "own": own, "digest": _digest(statuses)}
+    packed = {"rest": rest, "common": common, "own": own, "digest": _digest(texts)}
     return _compressed({**packed, "without": without} if without else packed)
 
 
@@ -129,7 +130,7 @@ def unpack(packed: Any, members: Workers, base: Json = None) -> Json:
         except (TypeError, KeyError) as error:
             raise ValueError(f"the packed status of worker {worker} is not valid") from error
         statuses[worker] = status
-    if _digest(statuses) != packed.get("digest"):
+    if _digest(map(_sorted_bytes, statuses.values())) != packed.get("digest"):
         raise ValueError("the packed plan has another digest: it has the changes to another plan than the one held")
     return {"members": sorted(members), "statuses": statuses, **rest}
 
@@ -154,9 +155,9 @@ def _common(statuses: Mapping[str, Mapping[str, Json]], before: Mapping[str, Map
     return {name: msgspec.json.decode(value) for (name, value), count in changes.items() if 2 * count > len(sample)}
 
 
-def _digest(statuses: Mapping[str, Json]) -> str:
-    """Return a digest of statuses in the order of their workers; the order of their fields does not count."""
-    return hashlib.blake2b(_sorted_bytes(list(statuses.values())), digest_size=8).hexdigest()
+def _digest(texts: Iterable[bytes]) -> str:
+    """Return a digest of statuses, as JSON with sorted fields, in the order of their workers."""
+    return hashlib.blake2b(b",".join(texts), digest_size=8).hexdigest()
 
 
 def _has(status: Mapping[str, Json], name: str, value: Json) -> bool:

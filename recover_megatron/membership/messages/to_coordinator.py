@@ -87,7 +87,8 @@ class Join(f.OfEpoch, frozen=True):
 
     def __post_init__(self) -> None:
         f.check_depth(self.status, f.MAX_DEPTH)
-        f.check_depth(self.plan, 10 * f.MAX_DEPTH)
+        if self.plan is not None:
+            f.check_depth(self.plan, 10 * f.MAX_DEPTH)
 
 
 class Done(f.OfEpoch, frozen=True):
