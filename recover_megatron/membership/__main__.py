@@ -16,8 +16,9 @@ from pathlib import Path
 
 from recover_megatron import __version__
 from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.io.journal import Journal
 from recover_megatron.membership.io.lease import Lease
-from recover_megatron.membership.io.server import CoordinatorServer, Journal
+from recover_megatron.membership.io.server import CoordinatorServer
 from recover_megatron.membership.io.testimony import Scope, WitnessThread
 from recover_megatron.membership.records import MAX_WORKERS, Planner, SecretError, Settings, members_only
 from recover_megatron.membership.wire import find_secret

@@ -188,6 +188,8 @@ class Lost:
     reason: str
     refused: bool = False
     """True if the host has answered that no process listens at the candidate's address."""
+    again: bool = False
+    """True if only the node's relay has failed, so that the member must dial the same candidate again."""
 
 
 @dataclass(frozen=True)

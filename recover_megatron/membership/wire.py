@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recover_megatron.membership.messages.fields import read_runs
+from recover_megatron.membership.messages.relayed import FromRelay, Relay, ToRelay, ToWorker
 from recover_megatron.membership.messages.to_coordinator import ToCoordinator
 from recover_megatron.membership.messages.to_member import ToMember
 from recover_megatron.membership.records import SecretError
@@ -23,8 +24,10 @@ MAX_TO_COORDINATOR = 16 << 20
 """Maximum bytes of one message from a member. The largest messages contain a status, or the last plan."""
 MAX_TO_MEMBER = LONGEST
 """Maximum bytes of one message to a member. The largest messages contain a plan."""
-TO_COORDINATOR: Schema[ToCoordinator] = Schema(ToCoordinator, MAX_TO_COORDINATOR, read_runs)
-TO_MEMBER: Schema[ToMember] = Schema(ToMember, MAX_TO_MEMBER, read_runs)
+TO_COORDINATOR: Schema[ToCoordinator | Relay] = Schema(ToCoordinator | Relay, MAX_TO_COORDINATOR, read_runs)
+TO_MEMBER: Schema[ToMember | ToWorker] = Schema(ToMember | ToWorker, MAX_TO_MEMBER, read_runs)
+FROM_RELAY: Schema[FromRelay] = Schema(FromRelay, MAX_TO_COORDINATOR)
+TO_RELAY: Schema[ToRelay] = Schema(ToRelay, MAX_TO_COORDINATOR)
 
 _PURPOSE = "recover-membership"
 SECRET_FILE = "secret"

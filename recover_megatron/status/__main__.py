@@ -18,7 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.membership.io.client import NoAnswer, OtherVersion
+from recover_megatron.membership.io.observer import NoAnswer, OtherVersion
 from recover_megatron.membership.records import AuthenticationError, SecretError, ranges
 from recover_megatron.status.folder import candidates
 from recover_megatron.status.headline import Level, headline

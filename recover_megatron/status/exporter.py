@@ -33,7 +33,7 @@ from typing import Any
 
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.io.client import NoAnswer
+from recover_megatron.membership.io.observer import NoAnswer
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.status.folder import History, ending, worker_processes

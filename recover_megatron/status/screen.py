@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from recover_megatron.membership.io.client import NoAnswer
+from recover_megatron.membership.io.observer import NoAnswer
 from recover_megatron.membership.records import AuthenticationError, ranges
 from recover_megatron.status.headline import QUIET_SECONDS, WRITES, Level, headline, some, span
 from recover_megatron.status.model import (

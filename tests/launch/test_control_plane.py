@@ -32,7 +32,7 @@ from recover_megatron.network.event_loop import EventLoop
 from tests.harness.processes import children, closed_port, command_line
 from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import IN_THE_RUN, SECRET, spec_of
+from .conftest import IN_THE_RUN, SECRET, Launch, spec_of
 
 ORDERS = ("evict", "epoch_wanted", "epoch_formed", "noted", "draining")
 USES_IT = """
@@ -122,6 +122,46 @@ def test_a_coordinator_whose_log_cannot_be_written_says_so_and_goes_on(bench):
     assert launch.out.count("MEMBERS [0, 1, 2]") == 3
     warning = f"coordinator: {bench.folder}/logs/events-0.jsonl cannot be written (No space left on device)"
     assert launch.err.count(warning) == 1, launch.err
+
+
+BEHIND_A_RELAY = """
+    import os
+    from recover_megatron.membership.io.session import connect
+
+    session = connect()
+    session.join({})
+    print("JOINED", flush=True)
+    while not os.path.exists("go"):
+        if session.wait_revoked(0.01):
+            session.join({})
+            print("AGAIN", flush=True)
+    session.leave()
+    """
+
+
+def relays_of(launch: Launch) -> list[int]:
+    return [pid for pid in children(launch.pid) if any("membership.io.relay" in word for word in command_line(pid))]
+
+
+def test_in_a_large_run_workers_use_a_relay_and_continue_without_it_when_it_ends(bench):
+    launch = bench.up(3, "--relay-from", 3, bench.script(BEHIND_A_RELAY), says="JOINED")
+    (relay,) = relays_of(launch)
+    os.kill(relay, signal.SIGKILL)
+    launch.wait_for("AGAIN", times=3)
+    launch.wait_for(f"the relay (pid {relay}) was killed by SIGKILL: this node's workers connect to the coordinator")
+    bench.go()
+    launch.ends()
+    assert [event["workers"] for event in bench.events("relay_lost")] == [3]
+    assert not bench.events("fault")
+
+
+def test_a_small_run_has_no_relay_and_none_is_inherited_from_another_launch(bench):
+    launch = bench.up(2, bench.script(IN_THE_RUN), says="JOINED", environment={"RECOVER_RELAY": "another"})
+    assert not relays_of(launch)
+    environments = [Path(f"/proc/{worker['pid']}/environ").read_bytes() for worker in bench.workers(count=2)]
+    assert not any(b"RECOVER_RELAY" in environment for environment in environments)
+    bench.go()
+    launch.ends()
 
 
 @pytest.mark.parametrize("variable", ["RECOVER_SECRET", "RECOVER_SECRET_FILE"])

@@ -18,7 +18,8 @@ import pytest
 
 from recover_megatron.membership import EpochRevoked, Secret, Session, Settings
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.io.server import CoordinatorServer, Journal
+from recover_megatron.membership.io.journal import Journal
+from recover_megatron.membership.io.server import CoordinatorServer
 from recover_megatron.membership.records import CoordinatorLost
 from recover_megatron.membership.sides.node_agent import NodeAgent
 from tests.harness import REPOSITORY
@@ -143,7 +144,7 @@ def test_what_a_worker_has_said_is_heard_before_its_launchers_word_that_it_is_dy
             return select(0.01)
         waiting.set()
         worker, launcher = (server.coordinator.roster.workers[1].session, server.coordinator.roster.node_agents["n"])
-        wanted = [server._connections[number].descriptor for number in (launcher.session, worker)]
+        wanted = [server._connections[number].line.descriptor for number in (launcher.session, worker)]
         while not all(_pending(descriptor) for descriptor in wanted):
             time.sleep(0.001)
         held.clear()

@@ -168,14 +168,14 @@ def test_views_do_not_pile_up_for_an_observer_that_does_not_read() -> None:
             server._accept()
         (number, connection), *_ = server._connections.items()
         large = replace(server.coordinator.view(0.0), workers=[{"host": "x" * 1000}] * 1000)
-        while not connection.queued:  # the kernel takes a few
+        while not connection.line.queued:  # the kernel takes a few
             server._send((number,), large)
-        before = connection.queued
+        before = connection.line.queued
         assert before <= len(encode(large))
         server._send((number,), large)
-        assert connection.queued == before
+        assert connection.line.queued == before
         server._send((number,), Stop("", 0, 1))
-        assert connection.queued > before  # how the run ended is told
+        assert connection.line.queued > before  # how the run ended is told
         assert silent.fileno() >= 0
     server.close()
 

@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from simulation import SETTINGS, World, attach
 
 from recover_megatron.membership.events import Connected, Heard, Received, Settle, State
+from recover_megatron.membership.io import relay
+from recover_megatron.membership.messages import relayed
 from recover_megatron.membership.messages import to_coordinator as up
 from recover_megatron.membership.messages import to_member as down
 from recover_megatron.membership.messages.fields import MAX_DEPTH
 from recover_megatron.membership.records import MAX_WORKERS, from_runs, to_runs
 from recover_megatron.membership.sides.member import Member
-from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER
+from recover_megatron.membership.wire import FROM_RELAY, TO_COORDINATOR, TO_MEMBER, TO_RELAY
 from recover_megatron.network import messages as wire
 from recover_megatron.network import peer_store
 
@@ -77,6 +79,7 @@ def digits(count: int) -> tuple[list[Any], list[Any]]:
 
 
 EPOCH = {"epoch": 1, "term": 1, "members": [[0, 1]]}
+HEARTBEAT = {"count": 1, "iteration": 1, "phase": "x", "waiting": False, "allow": 0.5}
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "any": ([{"a": [1]}, None, 1.5, 1 << 80, "x", nested(MAX_DEPTH)], []),
     "status": ([{"a": [1]}, None, 1.5, 1 << 80, "x", nested(MAX_DEPTH)], [nested(MAX_DEPTH + 1)]),
@@ -103,6 +106,12 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "place": ([[0, 1, 8], [0, 0, (1 << 31) - 1]], [[0, 1], [0, 1, 8, 9], [0, 1, 1 << 31], [0, -1, 8], [0, 1.0, 8], 1]),
     "loss": ([[7, 2.5], [7, None]], [2.5, [7], [7, True], [7.0, 2.5], [7, 2.5, 1], [-1, 2.5], [7, "x"]]),
     "plan_id": ([[3, 7], [0, 0]], [[3], [3, 7, 1], [-1, 7], [3, 1.0], 3, None]),
+    "channels": ([[1, 1 << 53], [0] * 4096], [[], [0] * 4097, [-1], [1.0], [(1 << 53) + 1], 1]),
+    "answers": ([[[1, 1 << 53]], [], [[0, 0]] * 4096], [[[0, 0]] * 4097, [[-1, 1]], [[1, -1]], [[1]], [[1, 1, 1]]]),
+    "beats": (
+        [[[1, {"type": "beat"}], [1 << 53, {"type": "heartbeat", **HEARTBEAT}]], [], [[0, {"type": "beat"}]] * 4096],
+        [[[0, {"type": "beat"}]] * 4097, [[1, HEARTBEAT]], [[1, {"type": "heartbeat"}]], [[-1, {"type": "beat"}]]],
+    ),
     "epoch": ([EPOCH], [{}, {"epoch": 1, "term": 1}, {**EPOCH, "type": "plan"}, [], "x"]),
     "presentation": ([{"formed": EPOCH, "term": 1, "committed": 7, "dead": [], "left": []}], [EPOCH, {}, []]),
 }  # fmt: skip
@@ -119,6 +128,10 @@ STAGES: dict[str, wire.Schema[Any]] = {
     **{f"peer {kind.__struct_config__.tag}": peer_store.REQUEST for kind in get_args(peer_store.Request)},
     **{f"up {kind.__struct_config__.tag}": TO_COORDINATOR for kind in get_args(up.ToCoordinator)},
     **{f"down {kind.__struct_config__.tag}": TO_MEMBER for kind in get_args(down.ToMember)},
+    "relay relay": TO_COORDINATOR, "relay dial": relay.DIAL,
+    **{f"relay {kind.__struct_config__.tag}": TO_MEMBER for kind in get_args(relayed.ToWorker)},
+    **{f"relay {kind.__struct_config__.tag}": FROM_RELAY for kind in get_args(relayed.FromRelay)},
+    **{f"relay {kind.__struct_config__.tag}": TO_RELAY for kind in get_args(relayed.ToRelay)},
 }  # fmt: skip
 
 
@@ -202,7 +215,7 @@ def test_a_field_without_a_default_is_required(name: str) -> None:
     fields = example(name)
     message = STAGES[name].parse(json.dumps(fields).encode())
     optional = {*message.__struct_fields__[len(message.__struct_fields__) - len(message.__struct_defaults__) :]}
-    optional |= {"type"} if name.startswith("wire") else set()  # the only message of its stage
+    optional |= {"type"} if name.startswith("wire") or name == "relay dial" else set()  # the only message of its stage
     for field in fields:
         with nullcontext() if field in optional else pytest.raises(wire.WireError):
             STAGES[name].parse(json.dumps({key: fields[key] for key in fields if key != field}).encode())

@@ -134,7 +134,8 @@ def main() -> int:
     secret = find_secret(path=Path(options["secret_file"]))
     addresses = [tuple(address) for address in options["addresses"]]
     agent, newcomer = options.get("node_agent"), options.get("newcomer", False)
-    session = Session.connect(addresses, options["worker"], secret, settings, node_agent=agent, newcomer=newcomer)
+    more = {"newcomer": newcomer, "relay": options.get("relay", "")}
+    session = Session.connect(addresses, options["worker"], secret, settings, node_agent=agent, **more)
 
     def pushed(epoch: int, reason: str) -> None:
         dead, left, opened = sorted(session.dead), sorted(session.left), sorted(session.opened_members)

@@ -37,7 +37,7 @@ import psutil
 
 from recover_megatron.launch.command_line.forecast import needs_of
 from recover_megatron.launch.command_line.script import Script
-from recover_megatron.membership.io.client import Observer
+from recover_megatron.membership.io.observer import Observer
 from recover_megatron.membership.records import MembershipError
 from recover_megatron.membership.wire import Secret
 from recover_megatron.run_log.steps import read_steps, violations

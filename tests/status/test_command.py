@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from cluster import ROOT, Cluster, cluster
 
-from recover_megatron.membership.io.client import Observer
+from recover_megatron.membership.io.observer import Observer
 from recover_megatron.membership.messages.to_coordinator import Observe
 from recover_megatron.membership.view import MAX_OBSERVERS
 from recover_megatron.membership.wire import read_secret_file

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from recover_megatron.membership.io.client import NoAnswer
+from recover_megatron.membership.io.observer import NoAnswer
 from recover_megatron.membership.messages.to_member import Stop
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.status import __main__ as command

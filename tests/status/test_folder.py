@@ -14,7 +14,7 @@ import pytest
 
 from recover_megatron.launch.workers import log_folder
 from recover_megatron.launch.workers.log_folder import Claim
-from recover_megatron.membership.io.server import Journal
+from recover_megatron.membership.io.journal import Journal
 from recover_megatron.membership.messages.to_member import Stop
 from recover_megatron.membership.records import FIRST_JOINED, AuthenticationError
 from recover_megatron.report.history import history

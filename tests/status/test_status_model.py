@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulation import World, over_the_wire
 
-from recover_megatron.membership.io.client import NoAnswer
+from recover_megatron.membership.io.observer import NoAnswer
 from recover_megatron.membership.messages.to_member import Stop, View
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.membership.wire import TO_MEMBER, Secret

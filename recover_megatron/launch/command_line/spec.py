@@ -119,6 +119,14 @@ class LaunchSpec:
         check=whole(0, 1),
         docs="[get workers back](operations.md#get-workers-back)",
     )
+    relay_from: int = option(
+        512,
+        "smallest number of the run's workers at which one relay process on each node carries the connections of the "
+        "node's workers to the coordinator; 0: never",
+        metavar="N",
+        check=whole(0),
+        docs="[large runs](operations.md#large-runs)",
+    )
     lease: str = option(
         "auto",
         "several nodes: a file on shared storage, by which one half of the workers may continue if the other half is "

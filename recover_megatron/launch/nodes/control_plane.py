@@ -10,6 +10,7 @@ that never open a session with the coordinator are not affected by it.
     RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in order of preference
     RECOVER_SECRET        the job's secret: the user's, or a random one for this launch
     RECOVER_NODE_AGENT    the name of this launcher as a node agent
+    RECOVER_RELAY         large runs: the name of the socket of this node's relay
     RECOVER_HOST          several nodes: the address at which other nodes reach this node
 """
 
@@ -38,7 +39,7 @@ from recover_megatron.launch.nodes.addresses import (
     local_address,
     loopback,
 )
-from recover_megatron.launch.nodes.hosted import CandidateCommand, HostedCandidate, Shared
+from recover_megatron.launch.nodes.hosted import CandidateCommand, HostedCandidate, RelayProcess, Shared
 from recover_megatron.launch.nodes.leasing import lease_is_here, slack_of
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
@@ -138,6 +139,7 @@ class ControlPlane:
         self._environment: dict[str, str] = {}
         self._host_address = loopback()
         self._candidates: dict[Address, HostedCandidate] = {}
+        self._relay = RelayProcess(spec, self._loop, self._say)
         self._joins_as_candidate = bool(spec.coordinators)
         """True while a launcher that joins a run may still start its candidate."""
         self.agent: NodeAgent | NoAgent = NoAgent()
@@ -176,6 +178,7 @@ class ControlPlane:
             raise
         own = {HOST_VARIABLE: host} if host is not None else {}
         self._variables = {**generated, NODE_VARIABLE: spec.node_name, **own}
+        self._relay.start(environment)
 
     def _places(
         self, candidates: Candidates | None
@@ -234,6 +237,7 @@ class ControlPlane:
         for candidate in self._candidates.values():
             candidate.close()
         self._candidates.clear()
+        self._relay.close()
 
     def close(self) -> None:
         """Close the node agent's session; the candidates end with the launch."""
@@ -254,7 +258,7 @@ class ControlPlane:
         """Return the variables for the workers' environment; empty before ``open``."""
         if not self._variables:
             return {}
-        return {**self._variables, COORDINATOR_VARIABLE: join_addresses(self.agent.addresses)}
+        return {**self._variables, **self._relay.variables, COORDINATOR_VARIABLE: join_addresses(self.agent.addresses)}
 
     @property
     def undecided(self) -> bool:

@@ -1,4 +1,4 @@
-"""Processes next to the workers during the run: candidate coordinators that this launcher hosts, and the exporter.
+"""Processes next to the workers during the run: candidate coordinators of this launcher, the relay, and the exporter.
 
 A candidate is a socket and a process, which is restarted::
 
@@ -14,25 +14,27 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
 import time
 from asyncio import TimerHandle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recover_megatron.arguments import metrics_address
 from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.workers.processes import Child, program, spawn
 from recover_megatron.launch.workers.states import has_ended
+from recover_megatron.membership.io.relay import listen
 from recover_megatron.membership.io.testimony import Scope
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST, Settings
 from recover_megatron.membership.sides.node_agent import NoAgent, NodeAgent
 from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.system import memory_file
-from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
+from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE, RELAY_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pause before the next restart of a candidate's process, in seconds.  The index is the number of earlier restarts,
@@ -173,6 +175,51 @@ class HostedCandidate:
         else:
             self._say(f"{what}; a new one (pid {process.pid}) has taken its place")
 
+
+@dataclass(eq=False)
+class RelayProcess:
+    """Relay of this node's workers (``membership/io/relay.py``), in a large run.
+
+    It is not restarted: without it the workers connect to the coordinator directly.
+    """
+
+    _spec: LaunchSpec
+    _loop: EventLoop
+    _say: Callable[[str], None]
+    _process: Child | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables by which workers find the relay; empty: there is none."""
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start the relay if the run is large enough.  ``environment`` has the job's secret."""
+        spec, name = self._spec, f"recover-{secrets.token_hex(16)}"
+        if not 0 < spec.relay_from <= spec.world_size or spec.local_world_size < 2:
+            return
+        command = program("recover_megatron.membership.io.relay")
+        errors = sys.stderr.fileno()
+        try:
+            with listen(name) as listener:
+                command += ["--listen-fd", str(listener.fileno())]
+                started = spawn(command, environment, errors, errors, inherit=[listener.fileno()], deaf=True)
+        except OSError as error:
+            self._say(f"the relay cannot be started ({error}): {_DIRECTLY}")
+            return
+        self._process = Child(self._loop, started, self._ended)
+        self.variables = {RELAY_VARIABLE: name}
+
+    def close(self) -> None:
+        """Do not report the relay's end any more; it is killed at the end of the launch."""
+        if self._process is not None:
+            self._process.forget()
+            self._process = None
+
+    def _ended(self, status: int) -> None:
+        assert self._process is not None
+        self._say(f"the relay (pid {self._process.pid}) {has_ended(status)}: {_DIRECTLY}")
+        self._process, self.variables = None, {}
+
+
+_DIRECTLY = "this node's workers connect to the coordinator directly"
 
 END_SECONDS = 5.0
 """Time, in seconds, in which the exporter must report the end of the run."""

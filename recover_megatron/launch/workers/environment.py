@@ -21,10 +21,16 @@ from recover_megatron.variables import (
     NCCL2_VARIABLE,
     NODE_NAME_VARIABLE,
     PREPARED_VARIABLE,
+    RELAY_VARIABLE,
     REPLACED_VARIABLE,
     SPARE_VARIABLE,
     WORKER_ID_VARIABLE,
 )
+
+_ANOTHER_LAUNCHERS = (
+    LOG_DIR_VARIABLE, JOIN_VARIABLE, PREPARED_VARIABLE, RELAY_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE,
+)  # fmt: skip
+"""Variables that another launcher may have left in this launcher's environment."""
 
 
 def sets_omp_threads(spec: LaunchSpec) -> bool:
@@ -35,7 +41,7 @@ def sets_omp_threads(spec: LaunchSpec) -> bool:
 def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the environment that all workers of this node share: the launcher's, and torchrun's and our variables."""
     environment = dict(spec.environ)
-    for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, PREPARED_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE):
+    for name in _ANOTHER_LAUNCHERS:
         environment.pop(name, None)
     environment |= {
         NODE_NAME_VARIABLE: spec.node_name,

@@ -1,8 +1,13 @@
-"""Members' I/O: a thread that keeps the connection to the coordinator; and a blocking client for observers.
+"""Members' I/O: a thread that keeps the connection to the coordinator.
 
 The state machine ``Follower`` makes all decisions.
 
     Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (proof sent, waits for the answer) -> OPEN
+
+In a large run the members of a node connect to a relay (``io.relay``), which dials the candidate. If the relay ends or
+stays silent, the member connects to the candidate directly, for the rest of its life::
+
+    Dial -> RELAYING (waits until the relay has reached the candidate) -> CHALLENGED ...
 
 A socket is closed only after the other side has closed it, or before the member has attached (see ``follower``). An
 abandoned socket stays open, and its data is discarded, until the other side closes it.
@@ -40,7 +45,8 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
-from recover_megatron.membership.messages import fields, to_coordinator, to_member
+from recover_megatron.membership.messages import fields, relayed, to_coordinator, to_member
+from recover_megatron.membership.messages.relayed import ToWorker
 from recover_megatron.membership.records import AuthenticationError, MembershipError
 from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, TO_MEMBER, Secret
@@ -52,6 +58,14 @@ Address = tuple[str, int]
 MAX_REJECTIONS = 10
 """The secret is considered wrong after this many refused proofs in a row, if none was ever accepted."""
 MAX_SLEEP = 60.0
+RELAY_SECONDS = 2.5
+"""Seconds of silence after which a member leaves its relay, which sends a message every second."""
+_STAGES: dict[str, messages.Schema[Any]] = {
+    "relaying": messages.Schema(ToWorker, messages.MAX_HANDSHAKE),
+    "challenged": messages.Schema(messages.Challenge | ToWorker, messages.MAX_HANDSHAKE),
+    "proving": messages.Schema(messages.Proof | ToWorker, messages.MAX_HANDSHAKE),
+    "open": TO_MEMBER,
+}
 
 
 class Client:
@@ -62,7 +76,12 @@ class Client:
     """
 
     def __init__(
-        self, core: Follower, addresses: Sequence[Address], secret: Secret, notify: Callable[[Notify], None]
+        self,
+        core: Follower,
+        addresses: Sequence[Address],
+        secret: Secret,
+        notify: Callable[[Notify], None],
+        relay: str = "",
     ) -> None:
         self.core = core
         self.condition = threading.Condition(threading.RLock())
@@ -71,6 +90,8 @@ class Client:
         """Addresses of all known candidates, in the order in which they are tried; hold ``condition``."""
         self._secret = secret
         self._notify = notify
+        self._relay = relay  # abstract name of the relay's socket; empty: connect directly
+        self._relay_heard: float | None = None  # time of the last data from the relay; None: connected directly
         self._sock: socket.socket | None = None
         self._state = ""
         self._expected_proof = ""
@@ -140,12 +161,14 @@ class Client:
                 for key, mask in ready:
                     self._ready(key.fileobj, mask)
                 now = time.monotonic()
+                late = now - self.core.deadline > self.core.settings.heartbeat_interval  # this thread has not run
                 if now >= self.core.deadline and not self._closed:
                     # This thread may not have run for some time. Read all messages that arrived before ``now``, so
                     # that the tick does not find the coordinator silent by mistake.
                     for key, mask in self._selector.select(0):
                         self._ready(key.fileobj, mask)
                     self._carry_out(self.core.handle(Tick(), now))
+                self._check_relay(now, late)
                 self.condition.notify_all()
                 notices, self._notices = self._notices, []
             for notice in notices:
@@ -193,6 +216,9 @@ class Client:
 
     def _dial(self, candidate: int) -> None:
         host, port = self.addresses[candidate]
+        self._out.clear()
+        if self._relay and self._dial_relay((host, port)):
+            return
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, protocol)
@@ -202,7 +228,6 @@ class Client:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._state = sock, "connecting"
-        self._out.clear()
         self._selector.register(sock, selectors.EVENT_WRITE)
         try:
             sock.connect(address)
@@ -211,15 +236,48 @@ class Client:
         except OSError as error:
             self._fail(f"{host}:{port}: {error.strerror}", refused=error.errno == errno.ECONNREFUSED)
 
+    def _dial_relay(self, address: Address) -> bool:
+        """Let the relay dial a candidate. Return False, for good, if there is no relay."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            sock.connect("\0" + self._relay)
+        except OSError:
+            sock.close()
+            self._relay = ""
+            return False
+        self._sock, self._state, self._relay_heard = sock, "relaying", time.monotonic()
+        self._decoder = messages.Decoder()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._say(relayed.Dial(address))
+        return True
+
+    def _check_relay(self, now: float, late: bool) -> None:
+        """Leave a silent relay. ``late``: this thread has not run for some time, and perhaps the relay has not, too."""
+        if self._relay_heard is None:
+            return
+        if late:
+            self._relay_heard = now
+        elif now - self._relay_heard > max(RELAY_SECONDS, self.core.settings.heartbeat_timeout / 2):
+            self._leave_relay("the relay of this node is silent")
+
+    def _leave_relay(self, reason: str) -> None:
+        """Dial the same candidate again, directly. The coordinator closes the old connection then."""
+        self._relay = ""
+        self._set_aside()
+        self._handle(Lost(reason, again=True))
+
     def _connected(self) -> None:
         assert self._sock is not None
         if error := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._fail(os.strerror(error), refused=error == errno.ECONNREFUSED)
             return
+        self._decoder = messages.Decoder()
+        self._accepted()
+        self._watch()
+
+    def _accepted(self) -> None:
         self._state = "challenged"
         self._handle(Accepted())
-        self._decoder = messages.Decoder()
-        self._watch()
 
     def _challenged(self, message: messages.Challenge) -> None:
         if message.version != messages.PROTOCOL_VERSION:
@@ -234,6 +292,7 @@ class Client:
             self._fail("the coordinator does not know the job's secret")
             return
         self._state, self._rejections = "open", -(1 << 30)
+        self.core.in_step = self._relay_heard is not None
         self._handle(Connected())
 
     def _fail(self, reason: str, *, refused: bool = False) -> None:
@@ -259,9 +318,14 @@ class Client:
         except OSError as error:
             self._fail(f"the connection to the coordinator failed: {error.strerror}")
             return
+        if not data and self._relay_heard is not None:
+            self._leave_relay("the relay of this node has ended")
+            return
         if not data:
             self._fail("the coordinator closed the connection")
             return
+        if self._relay_heard is not None:
+            self._relay_heard = time.monotonic()
         self._decoder.feed(data)
         try:
             while self._sock is sock and self._take_message():
@@ -275,18 +339,23 @@ class Client:
 
     def _take_message(self) -> bool:
         """Process the next message. Return False if it is not complete yet."""
-        decoder = self._decoder
-        if self._state == "open" and (message := decoder.message(TO_MEMBER)) is not None:
-            if isinstance(message, to_member.Candidates):  # leave out those that this process has known since its start
+        match self._decoder.message(_STAGES[self._state]):
+            case None:
+                return False
+            case relayed.Relaying(reached):
+                if reached and self._state == "relaying":
+                    self._accepted()
+            case relayed.Unreached(reason, refused):
+                self._fail(reason, refused=refused)
+            case messages.Challenge() as challenge:
+                self._challenged(challenge)
+            case messages.Proof() as proof:
+                self._proved(proof)
+            case to_member.Candidates() as message:  # leave out those that this process has known since its start
                 added = [address for address in message.added if address not in self._launched]
-                message = replace(message, added=added)
-            self._handle(Heard(message))
-        elif self._state == "challenged" and (challenge := decoder.message(messages.CHALLENGE)) is not None:
-            self._challenged(challenge)
-        elif self._state == "proving" and (proof := decoder.message(messages.PROOF)) is not None:
-            self._proved(proof)
-        else:
-            return False
+                self._handle(Heard(replace(message, added=added)))
+            case message:
+                self._handle(Heard(message))
         return True
 
     def _say(self, message: fields.Message) -> None:
@@ -320,10 +389,16 @@ class Client:
             while self._state == "open" and (data := self._sock.recv(1 << 18)):
                 self._decoder.feed(data)
                 while (message := self._decoder.message(TO_MEMBER)) is not None:
-                    self.core.late_message(message)
-        self._selector.modify(self._sock, selectors.EVENT_READ)
-        self._abandoned.append(self._sock)
-        self._sock = None
+                    if not isinstance(message, ToWorker):
+                        self.core.late_message(message)
+        self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Leave the connection open, and discard its data, until the other side closes it."""
+        if self._sock is not None:
+            self._selector.modify(self._sock, selectors.EVENT_READ)
+            self._abandoned.append(self._sock)
+            self._sock = self._relay_heard = None
 
     def _drain(self, sock: socket.socket) -> None:
         """Discard data from an abandoned coordinator. Close the socket if the coordinator has closed it."""
@@ -342,7 +417,7 @@ class Client:
         if self._sock is not None:
             self._selector.unregister(self._sock)
             self._sock.close()
-            self._sock = None
+            self._sock = self._relay_heard = None
 
     # -- fork ---------------------------------------------------------------------------------------------------------
 
@@ -354,97 +429,3 @@ class Client:
         self._selector.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
-
-
-ANSWER_SECONDS = 10.0
-"""Default time limit for a candidate's answer to an observer."""
-
-
-class NoAnswer(MembershipError):
-    """The candidate does not run, or does not answer like a coordinator; the message says which."""
-
-
-class OtherVersion(NoAnswer):
-    """A coordinator answers, but has another version of the protocol."""
-
-
-class Observer:
-    """Connection to the candidate at ``address``. All calls block, for at most ``timeout`` seconds each.
-
-    Raises ``NoAnswer``, and ``AuthenticationError`` if the secret is not the run's secret.
-    """
-
-    def __init__(self, address: Address, secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
-        self.name = f"{address[0]}:{address[1]}"
-        self._timeout = timeout
-        self._decoder = messages.Decoder()
-        try:
-            self._sock = socket.create_connection(address, timeout)
-        except OSError as error:
-            raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
-        try:
-            self._shake_hands(secret)
-        except BaseException:
-            self.close()
-            raise
-
-    def ask(self, drain: str | None = None) -> to_member.View | to_member.Stop:
-        """Return the answer; ``Stop`` if the run has ended (or ends on this side of a partition).
-
-        ``drain``: also request a drain of the node or host of that name; a candidate that does not lead ignores it.
-        """
-        self._send(to_coordinator.Observe() if drain is None else to_coordinator.Drain(drain))
-        message = self._hear(TO_MEMBER)
-        if isinstance(message, to_member.Refused):
-            raise NoAnswer(f"{self.name}: {message.reason}")
-        if not isinstance(message, to_member.View | to_member.Stop):
-            raise NoAnswer(f"{self.name} sent an unexpected {message.kind!r}")
-        return message
-
-    def close(self) -> None:
-        """Close the connection. This has no effect on the run."""
-        self._sock.close()
-
-    def _shake_hands(self, secret: Secret) -> None:
-        challenge = self._hear(messages.CHALLENGE)
-        if challenge.version != messages.PROTOCOL_VERSION:
-            text = f"{self.name} has protocol version {challenge.version}, this program {messages.PROTOCOL_VERSION}"
-            raise OtherVersion(f"{text}: use the recover-status that belongs to the run")
-        auth, expected = secret.answer(challenge)
-        self._send(auth)
-        try:
-            proof = self._hear(messages.PROOF)
-        except NoAnswer as error:
-            if "closed the connection" not in str(error):
-                raise
-            raise AuthenticationError(f"{self.name} rejects the secret: it is not the secret of this run") from error
-        if not proves(proof.mac, expected):
-            raise AuthenticationError(f"{self.name} does not know the secret: it is not a coordinator of this run")
-
-    def _send(self, message: fields.Message) -> None:
-        try:
-            self._sock.settimeout(self._timeout)
-            self._sock.sendall(messages.encode(message, messages.MAX_HANDSHAKE))
-        except OSError as error:
-            # Messages that the candidate sent before it closed must still be read: one may be ``stop``.
-            if not isinstance(error, ConnectionError):
-                raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
-
-    def _hear[T](self, schema: messages.Schema[T]) -> T:
-        until = time.monotonic() + self._timeout
-        try:
-            while (message := self._decoder.message(schema)) is None:
-                self._sock.settimeout(max(0.001, until - time.monotonic()))
-                data = self._sock.recv(1 << 18)
-                if not data:
-                    raise NoAnswer(f"{self.name} closed the connection")
-                self._decoder.feed(data)
-        except TimeoutError as error:
-            raise NoAnswer(f"{self.name} did not answer within {self._timeout:.0f} s") from error
-        except ConnectionError as error:
-            raise NoAnswer(f"{self.name} closed the connection ({error.strerror})") from error
-        except messages.WireError as error:
-            raise NoAnswer(f"{self.name} is not a coordinator: {error}") from error
-        except OSError as error:
-            raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
-        return message

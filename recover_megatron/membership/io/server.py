@@ -1,6 +1,6 @@
-"""The coordinator's I/O: one thread, one event loop, non-blocking sockets, and the event log.
+"""The coordinator's I/O: one thread, one event loop, non-blocking sockets.
 
-The state machine ``Coordinator`` makes all decisions; no decision depends on the log.
+The state machine ``Coordinator`` makes all decisions.
 
 A connection goes through
 
@@ -8,24 +8,20 @@ A connection goes through
 
 and has ``HANDSHAKE_SECONDS`` for the first step, however slowly its data arrives. If more than ``2 * world + 1024``
 connections have not proved the secret, the oldest of them is closed, so that silent connections keep no worker out.
+
+In a large run the workers of a node share the connection of a relay (``io.relay``): it proves the secret like a member,
+and then carries their connections as its channels. The state machine knows nothing of it.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import os
 import secrets
 import socket
-import sys
 import time
 from asyncio import TimerHandle
-from collections import deque
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 
-from recover_megatron.log_writer import LogWriter, open_to_append
-from recover_megatron.logger import get_logger
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -44,46 +40,75 @@ from recover_megatron.membership.events import (
     StepDown,
     Tick,
 )
+from recover_megatron.membership.io.journal import EventSink, LimitedLog
 from recover_megatron.membership.io.lease import Lease
 from recover_megatron.membership.io.testimony import WitnessThread
-from recover_megatron.membership.messages import to_coordinator, to_member
-from recover_megatron.membership.records import Json, WorkerId
-from recover_megatron.membership.wire import TO_COORDINATOR, Secret
+from recover_megatron.membership.messages import relayed, to_coordinator, to_member
+from recover_megatron.membership.records import WorkerId
+from recover_megatron.membership.wire import FROM_RELAY, MAX_TO_COORDINATOR, TO_COORDINATOR, Secret
 from recover_megatron.network import messages
 from recover_megatron.network.connection import nonce
 from recover_megatron.network.event_loop import EventLoop
+from recover_megatron.network.line import Line
 from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors
-
-log = get_logger(__name__)
-
-EventSink = Callable[[Mapping[str, Json]], None]
 
 HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
 """Seconds that a closing connection has to send its queue."""
+READ_SECONDS = 0.5
+"""Seconds for which the report of a worker's end waits for the relay to pass on what the worker has sent."""
 MAX_BACKLOG = 128 << 20
-"""Maximum bytes queued for one member. If a member reads so slowly that more are queued, its connection is closed."""
+"""Maximum bytes queued for one member, or for a relay. If it reads more slowly, its connection is closed."""
 _MOST_READS = 64
-MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
-"""Limit for events that unauthenticated peers cause: at most ``MOST_IN_A_PERIOD`` events of each kind are logged in
-``PERIOD_SECONDS``. Further events are only counted, and their number is logged after the period."""
 
 
 class _Connection:
+    """Connection of one peer: ``line`` is its own, or that of a relay, which carries many as its channels."""
+
     timer: TimerHandle
     """Limit for the proof of the secret; when the connection is closing, for its queue."""
 
-    def __init__(self, number: int, sock: socket.socket, peer: str) -> None:
+    def __init__(self, number: int, peer: str, line: Line, relay: _Relay | None = None, channel: int = 0) -> None:
         self.number = number
-        self.sock = sock
-        self.descriptor = sock.fileno()  # given a socket, ``selectors`` formats it in vain at each look-up that fails
         self.peer = peer
+        self.line = line
+        self.relay = relay
+        """The relay that carries this connection; None: the line is its own."""
+        self.channel = channel
         self.nonce = nonce()
         self.proved = False
         self.closing = False
-        self.decoder = messages.Decoder()
-        self.out: deque[memoryview] = deque()
-        self.queued = 0
+        self.carries: _Relay | None = None
+        """State of a relay's own connection; None: the peer is no relay."""
+
+    def send(self, frame: bytes) -> None:
+        if self.relay is None:
+            self.line.send(frame)
+        else:
+            self.line.gather(messages.encode(relayed.To([self.channel])), frame)
+
+
+class _Relay:
+    """Channels of a relay. ``connection``: the relay's own."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self.connection = connection
+        self.line = connection.line
+        self.channels: dict[int, _Connection] = {}
+        self.source: int | None = None
+        """Channel from which the next frame comes; None: the next frame is a message of the relay."""
+        self.reading: dict[int, list[Received]] = {}
+        """Channel that the relay must read -> messages to handle when it has done so."""
+        self._answers: list[tuple[int, int]] = []
+
+    def answer(self, channel: int, number: int) -> bool:
+        """Keep the answer to a heartbeat for ``send_answers``. Return whether it is the first since then."""
+        self._answers.append((channel, number))
+        return len(self._answers) == 1
+
+    def send_answers(self) -> None:
+        answers, self._answers = self._answers, []
+        self.line.gather(messages.encode(relayed.Answers(answers)))
 
 
 class CoordinatorServer:
@@ -98,8 +123,7 @@ class CoordinatorServer:
         self._listener = listener
         self._secret = secret
         self._log = log
-        self._strangers: dict[str, tuple[float, int]] = {}
-        """Kind of event that unauthenticated peers cause -> start of its period, and number of events in the period."""
+        self._log_limited = LimitedLog(log)
         self.lease: Lease | None = None
         self.witness: WitnessThread | None = None
         self._loop = EventLoop()
@@ -155,9 +179,10 @@ class CoordinatorServer:
                 case Log(record):
                     self._log(record)
                 case Probe(session):
-                    if (connection := self._connections.get(session)) is not None:
-                        delivered = not connection.out and all_delivered(connection.sock)
-                        self._handle(Acknowledged(session, unacknowledged(connection.sock), delivered))
+                    if (connection := self._connections.get(session)) is not None and connection.line.is_open:
+                        line = connection.line
+                        delivered = not line.queued and all_delivered(line.sock)
+                        self._handle(Acknowledged(session, unacknowledged(line.sock), delivered))
                 case AskForLease():
                     if self.lease is not None:
                         self.lease.ask(effect)
@@ -189,32 +214,25 @@ class CoordinatorServer:
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._numbers += 1
-            connection = _Connection(self._numbers, sock, f"{address[0]}:{address[1]}")
-            self._connections[connection.number] = connection
-            self._unproved[connection.number] = connection
-            late = f"no proof of the secret within {HANDSHAKE_SECONDS:.0f} s"
-            connection.timer = self._loop.call_later(HANDSHAKE_SECONDS, self._reject, connection, late)
-            self._loop.add_reader(connection.descriptor, self._read, connection)
-            self._write(connection, messages.encode(messages.Challenge(messages.PROTOCOL_VERSION, connection.nonce)))
-            if len(self._unproved) > self._max_unproved:
-                self._reject(next(iter(self._unproved.values())), "too many connections without proof")
+            line = Line(self._loop, sock)
+            line.on_data(self._read, self._begin(f"{address[0]}:{address[1]}", line))
+
+    def _begin(self, peer: str, line: Line, relay: _Relay | None = None, channel: int = 0) -> _Connection:
+        """Register a new connection, and send it the challenge."""
+        self._numbers += 1
+        connection = _Connection(self._numbers, peer, line, relay, channel)
+        self._connections[connection.number] = connection
+        self._unproved[connection.number] = connection
+        late = f"no proof of the secret within {HANDSHAKE_SECONDS:.0f} s"
+        connection.timer = self._loop.call_later(HANDSHAKE_SECONDS, self._reject, connection, late)
+        connection.send(messages.encode(messages.Challenge(messages.PROTOCOL_VERSION, connection.nonce)))
+        if len(self._unproved) > self._max_unproved:
+            self._reject(next(iter(self._unproved.values())), "too many connections without proof")
+        return connection
 
     def _reject(self, connection: _Connection, reason: str) -> None:
         self._log_limited("rejected", peer=connection.peer, reason=reason)
         self._drop(connection)
-
-    def _log_limited(self, kind: str, **record: Json) -> None:
-        """Log an event that any peer can cause, at a limited rate: floods of connections must not fill the disk."""
-        now = time.monotonic()
-        start, count = self._strangers.get(kind, (now, 0))
-        if now - start > PERIOD_SECONDS:
-            if count > MOST_IN_A_PERIOD:
-                self._log({"event": kind, "suppressed": count - MOST_IN_A_PERIOD})
-            start, count = now, 0
-        self._strangers[kind] = (start, count + 1)
-        if count < MOST_IN_A_PERIOD:
-            self._log({"event": kind, **record})
 
     def _prove(self, connection: _Connection, message: messages.Auth) -> None:
         proof = self._secret.accept(connection.nonce, message)
@@ -224,130 +242,189 @@ class CoordinatorServer:
         connection.proved = True
         connection.timer.cancel()
         del self._unproved[connection.number]
-        self._write(connection, messages.encode(proof))
+        connection.send(messages.encode(proof))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self, connection: _Connection) -> None:
+        line = connection.line
         try:
-            data = connection.sock.recv(1 << 16)
-        except BlockingIOError:
-            return
+            is_open = line.receive()
         except OSError as error:
             self._lost(connection, error)
             return
-        if not data:
+        if not is_open:
             self._lost(connection, None)
             return
-        if connection.closing:
-            return
-        connection.decoder.feed(data)
         try:
             while connection.number in self._connections and not connection.closing:
-                if not connection.proved:
-                    if (auth := connection.decoder.message(messages.AUTH)) is None:
-                        return
-                    self._prove(connection, auth)
-                    continue
-                if (message := connection.decoder.message(TO_COORDINATOR)) is None:
+                body = line.decoder.next(MAX_TO_COORDINATOR if connection.proved else messages.MAX_HANDSHAKE)
+                if body is None:
                     return
-                if isinstance(message, to_coordinator.Ended):
-                    self._read_rest(message.worker)
-                self._handle(Received(connection.number, message))
+                if connection.carries is None:
+                    self._take(connection, body)
+                else:
+                    self._take_from_relay(connection, connection.carries, body)
         except messages.WireError as error:
-            self._reject(connection, f"malformed: {error}")
-            self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
+            self._malformed(connection, error)
 
-    def _read_rest(self, number: WorkerId) -> None:
+    def _malformed(self, connection: _Connection, error: messages.WireError) -> None:
+        self._log_limited("rejected", peer=connection.peer, reason=f"malformed: {error}")
+        self._end(connection, False, f"it sent a malformed message ({error})")
+
+    def _take(self, connection: _Connection, body: bytes) -> None:
+        """Process one frame of a peer. Raises WireError if it is malformed."""
+        if not connection.proved:
+            self._prove(connection, messages.AUTH.parse(body))
+            return
+        message = TO_COORDINATOR.parse(body)
+        if isinstance(message, relayed.Relay):
+            if connection.relay is not None:
+                raise messages.WireError("a relay must not use a relay")
+            connection.carries = _Relay(connection)
+            return
+        received = Received(connection.number, message)
+        if not isinstance(message, to_coordinator.Ended) or not self._read_first(message.worker, received):
+            self._handle(received)
+
+    def _read_first(self, number: WorkerId, received: Received) -> bool:
         """Read all messages from a worker whose end its launcher reports, because the report may close the session.
 
         The worker may have reported why the run must end (``give_up``), or a finished step. Worker and launcher are on
-        one host, so the worker's messages have arrived, but the two connections are read in any order.
+        one host, so the worker's messages have arrived on that host, but the connections are read in any order. Return
+        True if a relay must read them first; it then handles ``received``.
         """
         worker = self.coordinator.roster.workers.get(number)
         for _ in range(_MOST_READS):
             connection = self._connections.get(worker.session) if worker and worker.session is not None else None
             if connection is None:
-                return
+                return False
+            if (relay := connection.relay) is not None:
+                relay.reading.setdefault(connection.channel, []).append(received)
+                relay.line.gather(messages.encode(relayed.Read(connection.channel)))
+                self._loop.call_later(READ_SECONDS, self._was_read, relay, connection.channel)
+                return True
             try:
-                if not connection.sock.recv(1, socket.MSG_PEEK):
-                    return  # end of file: the launcher's report has more information
+                if not connection.line.sock.recv(1, socket.MSG_PEEK):
+                    return False  # end of file: the launcher's report has more information
             except OSError:  # no more data has arrived, or the connection has failed
-                return
+                return False
             self._read(connection)
+        return False
+
+    def _was_read(self, relay: _Relay, channel: int) -> None:
+        for received in relay.reading.pop(channel, []):
+            self._handle(received)
+
+    def _take_from_relay(self, connection: _Connection, relay: _Relay, body: bytes) -> None:
+        """Process one frame from a relay: its own message, or the frame of a channel. Raises WireError."""
+        if relay.source is not None:
+            source, relay.source = relay.channels.get(relay.source), None
+            if source is not None:  # else this process has closed the channel
+                self._take_from(source, body)
+            return
+        match FROM_RELAY.parse(body):
+            case relayed.From(channel):
+                relay.source = channel
+            case relayed.Beats(beats):
+                now = time.monotonic()
+                for channel, beat in beats:
+                    if (source := relay.channels.get(channel)) is not None and source.proved:
+                        self._handle(Received(source.number, beat), now)
+            case relayed.Opened(channel):
+                if channel in relay.channels or len(relay.channels) >= relayed.MOST_CHANNELS:
+                    raise messages.WireError(f"channel {channel} cannot be opened")
+                relay.channels[channel] = self._begin(f"{connection.peer} (relay)", connection.line, relay, channel)
+            case relayed.Closed(channel, ended, reason):
+                self._was_read(relay, channel)
+                if (source := relay.channels.pop(channel, None)) is not None:
+                    self._drop(source)
+                    self._handle(Closed(source.number, ended, reason))
+            case relayed.WasRead(channel):
+                self._was_read(relay, channel)
+
+    def _take_from(self, source: _Connection, body: bytes) -> None:
+        try:
+            if not source.proved and len(body) > messages.MAX_HANDSHAKE:
+                raise messages.WireError(f"a message of {len(body)} bytes before the proof of the secret")
+            self._take(source, body)
+        except messages.WireError as error:
+            self._malformed(source, error)
 
     def _lost(self, connection: _Connection, error: OSError | None) -> None:
         """Close a connection that the other side or the network has ended, and report the end to the coordinator."""
         if not connection.proved:
             self._log_limited("unproved_closed", peer=connection.peer)
-        self._drop(connection)
         ended = error is None or error.errno in (errno.ECONNRESET, errno.EPIPE)
         reason = "its connection was closed" if error is None else f"its connection failed: {error.strerror}"
-        self._handle(Closed(connection.number, ended, reason))
+        self._end(connection, ended, reason)
+
+    def _end(self, connection: _Connection, ended: bool, reason: str) -> None:
+        """Close a connection, and report its end to the coordinator.
+
+        The end of a relay is not the end of its workers, which connect directly. Until then they only count as silent.
+        """
+        self._drop(connection)
+        if (relay := connection.carries) is None:
+            self._handle(Closed(connection.number, ended, reason))
+            return
+        self._log({"event": "relay_lost", "peer": connection.peer, "workers": len(relay.channels), "reason": reason})
+        for channel in list(relay.reading):
+            self._was_read(relay, channel)
+        for carried in relay.channels.values():
+            carried.relay = None
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def _send(self, sessions: tuple[int, ...], message: to_member.ToMember) -> None:
-        frame = messages.encode(message)
+        frame, by_relay = b"", dict[_Relay, list[int]]()
         for session in sessions:
             connection = self._connections.get(session)
-            if connection is None or connection.closing or (connection.out and isinstance(message, to_member.View)):
-                continue  # an observer that has not read its last view gets no new one
-            self._write(connection, frame)
+            if connection is None or connection.closing:
+                continue
+            relay = connection.relay
+            if relay is not None and isinstance(message, to_member.Beat) and message.answers:
+                if relay.answer(connection.channel, message.answers):
+                    self._loop.call_soon(relay.send_answers)
+                continue
+            frame = frame or messages.encode(message)
+            if relay is None:
+                if connection.line.queued and isinstance(message, to_member.View):
+                    continue  # an observer that has not read its last view gets no new one
+                connection.line.send(frame)
+                self._check_backlog(connection)
+            else:
+                by_relay.setdefault(relay, []).append(connection.channel)
+        for relay, channels in by_relay.items():
+            relay.line.gather(messages.encode(relayed.To(channels)), frame)
+            self._check_backlog(relay.connection)
 
-    def _write(self, connection: _Connection, frame: bytes) -> None:
-        view = memoryview(frame)
-        if not connection.out:
-            try:
-                view = view[connection.sock.send(view) :]
-            except BlockingIOError:
-                pass  # the code below queues the frame
-            except OSError:
-                return  # the next read reports the reason: end of file or reset
-        if view:
-            connection.out.append(view)
-            connection.queued += len(view)
-            if connection.queued > MAX_BACKLOG:
-                self._drop(connection)
-                self.post(Closed(connection.number, False, "it does not read its messages"))
-            elif len(connection.out) == 1:
-                self._loop.add_writer(connection.descriptor, self._flush, connection)
-
-    def _flush(self, connection: _Connection) -> None:
-        while connection.out:
-            try:
-                sent = connection.sock.send(connection.out[0])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._lost(connection, error)
-                return
-            connection.queued -= sent
-            if sent < len(connection.out[0]):
-                connection.out[0] = connection.out[0][sent:]
-                return
-            connection.out.popleft()
-        self._loop.remove_writer(connection.descriptor)
-        if connection.closing:
-            self._drop(connection)
+    def _check_backlog(self, connection: _Connection) -> None:
+        if connection.line.queued > MAX_BACKLOG and not connection.closing:
+            connection.closing = True
+            self._loop.call_soon(self._end, connection, False, "it does not read its messages")
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
     def _finish(self, connection: _Connection) -> None:
         """Close a connection after its queue has been sent, or after ``DRAIN_SECONDS``."""
+        if connection.relay is not None or not connection.line.queued:
+            self._drop(connection)
+            return
         connection.closing = True
         connection.timer.cancel()
         connection.timer = self._loop.call_later(DRAIN_SECONDS, self._drop, connection)
-        if not connection.out:
-            self._drop(connection)
+        connection.line.when_sent = partial(self._drop, connection)
 
     def _drop(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.number, None) is not None:
-            self._unproved.pop(connection.number, None)
-            connection.timer.cancel()
-            self._loop.remove_reader(connection.descriptor)
-            self._loop.remove_writer(connection.descriptor)
-            connection.sock.close()
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._unproved.pop(connection.number, None)
+        connection.timer.cancel()
+        if connection.relay is None:
+            connection.line.close()
+        elif connection.relay.channels.pop(connection.channel, None) is not None:
+            connection.line.gather(messages.encode(relayed.Close(connection.channel)))
 
     def _drain(self) -> None:
         """Send the queues of all connections, then close them."""
@@ -357,38 +434,3 @@ class CoordinatorServer:
             self._finish(connection)
         while self._connections and (left := until - time.monotonic()) > 0:
             self._loop.run_once(left)
-
-
-class Journal:
-    """Event log for people: writes records to a file or stderr, one JSON object a line.
-
-    Adds ``time`` (wall clock) and ``mono`` (monotonic), in seconds. A failing disk neither blocks nor terminates
-    the caller (``log_writer``).
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._needed: dict[str, bytes] = {}
-        """Kind of event -> its last line in the log, for the kinds that readers of the log need to find the run."""
-        self._file = LogWriter(
-            path or Path("/dev/stderr"),
-            lambda text: log.warning(f"coordinator: {text}"),
-            open_to_append if path is not None else lambda _: os.dup(sys.stderr.fileno()),
-            gap=lambda lines: _line({"event": "dropped", "lines": lines}),
-        )
-
-    def __call__(self, record: Mapping[str, Json]) -> None:
-        line = _line(record)
-        if (event := str(record.get("event"))) in ("listening", "lead", "plan"):
-            self._needed[event] = line
-            self._file.head = b"".join(self._needed.values())
-        self._file.put(line)
-
-    def close(self) -> None:
-        """Write the remaining lines, as long as the disk accepts them."""
-        self._file.flush()
-        self._file.close()
-
-
-def _line(record: Mapping[str, Json]) -> bytes:
-    times = {"time": round(time.time(), 6), "mono": round(time.monotonic(), 6)}
-    return (json.dumps({**times, **record}, separators=(",", ":")) + "\n").encode()

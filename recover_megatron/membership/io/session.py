@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from recover_megatron import variables
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.membership.events import MemberEffect, Notify
 from recover_megatron.membership.io.client import Address, Client
@@ -30,7 +31,6 @@ from recover_megatron.membership.records import (
 from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, Secret, find_secret
 from recover_megatron.network import death_notice, handover, system
-from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 RevokeCallback = Callable[[int, str], None]
 EXCEPTION_REPORT_SECONDS = 2.0
@@ -44,12 +44,12 @@ class Session:
     """
 
     def __init__(
-        self, core: Member, addresses: Sequence[Address], secret: Secret, on_revoke: RevokeCallback | None
+        self, core: Member, addresses: Sequence[Address], secret: Secret, relay: str, on_revoke: RevokeCallback | None
     ) -> None:
         self._core = core
         self._callbacks = [on_revoke] if on_revoke is not None else []
         self._revoked_reason = ""
-        self._client = Client(core, addresses, secret, self._notified)
+        self._client = Client(core, addresses, secret, self._notified, relay)
         self._client.start()
 
     @classmethod
@@ -62,18 +62,20 @@ class Session:
         node_agent: str | None = None,
         on_revoke: RevokeCallback | None = None,
         newcomer: bool = False,
+        relay: str = "",
     ) -> Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the other workers.
 
         ``addresses``: candidate coordinators, in the same order for all workers. ``node_agent``: the node name under
         which the worker's launcher runs a ``NodeAgent``; None: it runs none. ``newcomer``: True if the worker was not
         launched with the run; its id must be new. Before its ``join``, no worker waits for it, and it gets no message.
+        ``relay``: abstract name of the socket of the node's relay (``io.relay``); empty: the node has none.
         """
         settings = settings or Settings()
         process = WorkerId(worker), secrets.token_hex(16), socket.gethostname()[:256], os.getpid()
         hello = to_coordinator.Attach(*process, fields.NOTHING, done=0, node_agent=node_agent or "", newcomer=newcomer)
         core = Member(hello, len(addresses), settings, now=time.monotonic())
-        return cls(core, addresses, secret, on_revoke)
+        return cls(core, addresses, secret, relay, on_revoke)
 
     @property
     def settings(self) -> Settings:
@@ -193,8 +195,7 @@ class Session:
             before = self.epoch
             self._client.call(self._core.join, status, reason or "no reason given")
             while self.epoch == before:
-                # A plan ends this join even if its epoch is over by the time this thread runs: the next rendezvous
-                # needs another join, with another status.
+                # A plan ends this join even if its epoch is over by now: the next one needs another status.
                 self._raise_if_out()
                 self._client.condition.wait()
             plan = self._core.plan
@@ -422,27 +423,28 @@ def connect(
     system.use_all_descriptors()
     system.keep_sockets(environ)
     death_notice.hold(environ)
-    node_agent = environ.get(NODE_VARIABLE)
+    node_agent, text = environ.get(variables.NODE_VARIABLE), environ.get(variables.COORDINATOR_VARIABLE)
     if addresses is None:
-        addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])
-    elif COORDINATOR_VARIABLE not in environ or list(addresses) != _launchers_addresses(environ[COORDINATOR_VARIABLE]):
+        addresses = _launchers_addresses(environ[variables.COORDINATOR_VARIABLE])
+    elif text is None or list(addresses) != _launchers_addresses(text):
         node_agent = None
     worker, secret, newcomer = worker_id(environ), find_secret(environ), is_newcomer(environ)
-    return Session.connect(addresses, worker, secret, settings, node_agent=node_agent, newcomer=newcomer)
+    relay = environ.get(variables.RELAY_VARIABLE, "") if node_agent is not None else ""
+    return Session.connect(addresses, worker, secret, settings, node_agent, newcomer=newcomer, relay=relay)
 
 
 def worker_id(environ: Mapping[str, str] = os.environ) -> WorkerId:
     """Return this process's worker id. Raises KeyError if the launcher gave neither an id nor a rank."""
-    return WorkerId(int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"]))
+    return WorkerId(int(environ.get(variables.WORKER_ID_VARIABLE) or environ["RANK"]))
 
 
 def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this worker was not launched with the run."""
-    return environ.get(JOIN_VARIABLE) == "1"
+    return environ.get(variables.JOIN_VARIABLE) == "1"
 
 
 def _launchers_addresses(text: str) -> list[Address]:
     try:
         return parse_addresses(text)
     except ValueError as error:
-        raise ValueError(f"{COORDINATOR_VARIABLE}={text}: {error}") from None
+        raise ValueError(f"{variables.COORDINATOR_VARIABLE}={text}: {error}") from None

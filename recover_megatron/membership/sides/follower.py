@@ -87,6 +87,8 @@ class Follower:
         self._connected = False
         self._heard = now
         self._beat_at = now
+        self.in_step = False
+        """True to send heartbeats at multiples of the interval, so that a relay gets those of its host together."""
         self._alone_since = now
         self._move_at: float | None = now  # time at which to try the next candidate; None: stay
         self._failures = 0
@@ -130,8 +132,9 @@ class Follower:
                 self._move_at = None
                 self.stage = Stage.ATTACHED
                 self._say(self._attach_message())
-            case Lost(reason):
+            case Lost(reason, again=again):
                 self._complaint = reason
+                self.candidate -= again  # ``_tick`` dials the next one
                 self._mute.discard(self.candidate)
                 self._silent &= self.stage is not Stage.FOLLOWING
                 self._seek(now)
@@ -211,7 +214,8 @@ class Follower:
             self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
             self._effects.append(Dial(self.candidate))
         elif self._connected and now >= self._beat_at:
-            self._beat_at = now + self.settings.heartbeat_interval
+            interval = self.settings.heartbeat_interval
+            self._beat_at = interval * (now // interval + 1) if self.in_step else now + interval
             self._say(self._next_beat(now))
 
     def _next_beat(self, now: float = -math.inf) -> to_coordinator.Heartbeat | to_coordinator.Beat:

@@ -1,0 +1,323 @@
+"""Workers behind a relay: the run is the same, and neither a lost relay nor a bad message costs another worker."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, cluster
+from test_road import PATIENT, SECRET, Quiet
+
+from recover_megatron.membership import Session
+from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.io import relay as program
+from recover_megatron.membership.io.server import CoordinatorServer
+from recover_megatron.membership.messages import relayed
+from recover_megatron.membership.messages.fields import NOTHING
+from recover_megatron.membership.messages.to_coordinator import Attach, Done, Heartbeat
+from recover_megatron.membership.records import CoordinatorLost, Settings, WorkerId
+from recover_megatron.membership.sides.follower import Stage
+from recover_megatron.membership.sides.node_agent import NodeAgent
+from recover_megatron.membership.wire import FROM_RELAY, MAX_TO_COORDINATOR, TO_RELAY
+from recover_megatron.network import messages as wire
+from tests.harness.waiting import DEADLINE, eventually
+
+
+def a_name() -> str:
+    return f"recover-test-{secrets.token_hex(8)}"
+
+
+@contextmanager
+def relay_of(run: Cluster) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The name and the process of a relay."""
+    with program.listen(name := a_name()) as listener:
+        argv = [sys.executable, "-m", "recover_megatron.membership.io.relay", "--listen-fd", str(listener.fileno())]
+        environ = {**os.environ, "RECOVER_SECRET_FILE": str(run.secret_file)}
+        process = subprocess.Popen(argv, env=environ, pass_fds=[listener.fileno()])
+    try:
+        yield name, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    ["relay", *(pytest.param(each, marks=pytest.mark.slow) for each in ("worker", "stopped relay", "coordinator"))],
+)
+def test_the_run_continues_whatever_is_lost(tmp_path: Path, loss: str) -> None:
+    with cluster(tmp_path) as run, relay_of(run) as (name, process):
+        run.start(3, candidates=2, launcher=True, relay=name)
+        run.all_commit()
+        starts = {number: worker.says() for number, worker in run.workers.items()}
+        match loss:
+            case "worker":
+                run.workers.pop(2).kill()
+            case "relay":
+                process.kill()
+            case "stopped relay":
+                process.send_signal(signal.SIGSTOP)
+            case "coordinator":
+                run.coordinators[0].kill()
+        for number, worker in run.workers.items():
+            plan = worker.event("plan", start=starts[number])
+            assert plan["members"] == ([0, 1] if loss == "worker" else [0, 1, 2])
+            worker.event("commit", start=worker.says())
+        process.send_signal(signal.SIGCONT)
+        for worker in run.workers.values():
+            worker.event("commit", start=worker.says())
+        assert [event["workers"] for event in run.logged("relay_lost")] == ([3] if loss == "relay" else [])
+        assert len(run.logged("plan")) == (1 if loss == "coordinator" else 2)
+
+
+class Run:
+    """A coordinator and a relay as threads of this process."""
+
+    def __init__(self, world: int, settings: Settings = PATIENT) -> None:
+        self.codes = list[int]()
+        self.records: list[Mapping[str, Any]] = []
+        listener, self.name = socket.create_server(("127.0.0.1", 0)), a_name()
+        self.address = listener.getsockname()[:2]
+        core = Coordinator(world, settings, salt=1, now=time.monotonic())
+        self.server = CoordinatorServer(core, listener, SECRET, self.records.append)
+        self.relay = program.Relay(program.listen(self.name), SECRET)
+        self.serving = threading.Thread(target=lambda: self.codes.append(self.server.serve_forever()), daemon=True)
+        self.serving.start()
+        threading.Thread(target=self.relay.serve_forever, daemon=True).start()
+
+    def session(self, worker: int, settings: Settings = PATIENT) -> Session:
+        return Session.connect([self.address], worker, SECRET, settings, node_agent="n", relay=self.name)
+
+    def in_relay(self, call: Any, *arguments: object) -> None:
+        """Run a function in the relay's thread, and wait until it has returned."""
+        done = threading.Event()
+        self.relay._loop.call_from_thread(lambda: (call(*arguments), done.set()))
+        assert done.wait(DEADLINE)
+
+    def rejected(self) -> list[str]:
+        return [str(record["reason"]) for record in self.records if record["event"] == "rejected"]
+
+
+def join_all(sessions: list[Session]) -> None:
+    threads = [threading.Thread(target=session.join, args=({},)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_relay_passes_on_what_a_worker_has_sent_before_its_launchers_report_that_it_has_ended() -> None:
+    run = Run(2)
+    agent = NodeAgent([run.address], "n", SECRET, Quiet(), PATIENT)
+    sessions = [run.session(number) for number in range(2)]
+    join_all(sessions)
+    for worker in run.relay._workers.values():  # from now on, the relay reads only what it is told to read
+        run.in_relay(run.relay._loop.remove_reader, worker.line.descriptor)
+    sessions[1].give_up(7, "it cannot be")
+    agent.ended(1, "exit code 7")
+    eventually(lambda: run.codes or [r for r in run.records if r["event"] in ("fault", "left")], "one of both counts")
+    assert run.codes == [7]
+    with pytest.raises(CoordinatorLost, match="it cannot be"):
+        sessions[0].join({})
+    for client in (*sessions, agent):
+        client._client.close()
+    run.server.close()
+
+
+class Raw:
+    """A connection behind a relay, or a relay's own, that sends what a test wants."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(DEADLINE)
+        self.sock = sock
+        self.decoder = wire.Decoder()
+
+    def send(self, *frames: bytes | wire.Message) -> None:
+        self.sock.sendall(b"".join(f if isinstance(f, bytes) else wire.encode(f) for f in frames))
+
+    def body(self) -> bytes | None:
+        """The next frame; None: the other side has closed the connection."""
+        while (body := self.decoder.next(wire.LONGEST)) is None:
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionResetError:
+                return None
+            if not data:
+                return None
+            self.decoder.feed(data)
+        return body
+
+    def until(self, kind: bytes) -> bytes:
+        while (body := self.body()) is not None and b'"type":"' + kind not in body:
+            pass
+        assert body is not None, f"no {kind.decode()}"
+        return body
+
+    def is_closed(self) -> bool:
+        while self.body() is not None:
+            pass
+        return True
+
+    def prove(self) -> None:
+        auth, _ = SECRET.answer(wire.CHALLENGE.parse(self.until(b"challenge")))
+        self.send(auth)
+        self.until(b"proof")
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+def behind(run: Run) -> Raw:
+    """A connection to the coordinator through the relay, before the proof of the secret."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect("\0" + run.name)
+    raw = Raw(sock)
+    raw.send(relayed.Dial(run.address))
+    return raw
+
+
+def test_a_malformed_message_behind_a_relay_costs_only_the_connection_that_carried_it() -> None:
+    run = Run(1)
+    session = run.session(0)
+    join_all([session])
+    for frame in (framed(b"{"), framed(b'{"type":"done"}'), framed(b'{"type":"heartbeat","count":-1}'),
+                  wire.encode(relayed.Relay()), (MAX_TO_COORDINATOR + 1).to_bytes(4, "big")):  # fmt: skip
+        raw = behind(run)
+        raw.prove()
+        raw.send(frame)
+        assert raw.is_closed()
+    stranger = behind(run)
+    stranger.send(framed(b'{"type":"auth","nonce":"' + b"0" * wire.MAX_HANDSHAKE + b'"}'))
+    assert stranger.is_closed()
+    no_dial = socket.socket(socket.AF_UNIX)
+    no_dial.connect("\0" + run.name)
+    no_dial.sendall(framed(b'{"type":"beat"}'))
+    assert Raw(no_dial).is_closed()
+    session.agree(1)  # the worker beside them notices nothing
+    assert len(run.rejected()) == 5  # all but the frame that is too long, and the missing dial: the relay sees these
+    assert any("before the proof" in reason for reason in run.rejected())
+    assert any("must not use a relay" in reason for reason in run.rejected())
+    assert not [record for record in run.records if record["event"] in ("fault", "relay_lost")]
+    session._client.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[framed(b'{"type":"to","channels":[1]}')], [relayed.Opened(1), relayed.Opened(1)], [framed(b"x")]],
+    ids=["another's message", "a channel twice", "garbage"],
+)
+def test_a_relay_that_sends_a_malformed_message_loses_its_connection(frames: list[Any]) -> None:
+    run = Run(1)
+    session = run.session(0)
+    join_all([session])
+    raw = Raw(socket.create_connection(run.address))
+    raw.prove()
+    raw.send(relayed.Relay(), *frames)
+    assert raw.is_closed()
+    session.agree(1)
+    assert [record["event"] for record in run.records if record["event"] in ("fault", "relay_lost")] == ["relay_lost"]
+    session._client.close()
+
+
+def test_heartbeats_of_a_node_are_answered_together_and_unknown_channels_do_no_harm() -> None:
+    run = Run(1)
+    raw = Raw(socket.create_connection(run.address))
+    raw.prove()
+    raw.send(relayed.Relay(), relayed.Opened(5))
+    raw.until(b"to")
+    challenge = wire.CHALLENGE.parse(raw.body() or b"")
+    raw.send(relayed.From(9), framed(b"not looked at"), relayed.From(5), SECRET.answer(challenge)[0])
+    raw.until(b"proof")
+    attach = Attach(WorkerId(0), "0f" * 16, "host", 1, NOTHING, done=0)
+    beat = Heartbeat(1, 1, "compute", waiting=False, allow=0.0, number=3)
+    raw.send(relayed.From(5), attach, relayed.Beats([(9, beat), (5, beat)]))
+    assert TO_RELAY.parse(raw.until(b"answers")) == relayed.Answers([(5, 3)])
+    raw.send(relayed.Closed(9, ended=True, reason="gone"), relayed.WasRead(9), relayed.Read(9))
+    assert raw.is_closed()  # ``Read`` is no message of a relay
+    assert [record["event"] for record in run.records if record["event"] in ("fault", "relay_lost")] == ["relay_lost"]
+
+
+def test_a_relay_keeps_the_order_of_a_workers_messages() -> None:
+    candidate, name = socket.create_server(("127.0.0.1", 0)), a_name()
+    relay = program.Relay(program.listen(name), SECRET)
+    threading.Thread(target=relay.serve_forever, daemon=True).start()
+    worker = Raw(socket.socket(socket.AF_UNIX))
+    worker.sock.connect("\0" + name)
+    beat, done = Heartbeat(1, 1, "compute", waiting=False, allow=0.0, number=3), Done(1, 1)
+    worker.send(relayed.Dial(candidate.getsockname()[:2]))
+    relays = Raw(candidate.accept()[0])
+    challenge = wire.Challenge(wire.PROTOCOL_VERSION, "0f" * 32)
+    relays.send(challenge)
+    proof = SECRET.accept(challenge.nonce, wire.AUTH.parse(relays.body() or b""))
+    assert proof is not None
+    relays.send(proof)
+    opened = FROM_RELAY.parse(relays.until(b"opened"))
+    assert isinstance(opened, relayed.Opened)
+    worker.send(beat, done, beat, beat, done)
+    received = list[bytes]()
+    while received.count(wire.encode(done)[4:]) < 2:
+        received.append(relays.body() or b"")
+    channel = opened.channel
+    once, twice = relayed.Beats([(channel, beat)]), relayed.Beats([(channel, beat)] * 2)
+    later = [relayed.From(channel), done]
+    assert received == [wire.encode(message)[4:] for message in [once, *later, twice, *later]]
+
+
+def test_a_process_of_another_user_gets_no_connection() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    name = a_name()
+    listener = program.listen(name)
+    relay = program.Relay(listener, SECRET)
+    threading.Thread(target=relay.serve_forever, daemon=True).start()
+    code = f"""
+import os, socket
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect("\\0{name}")
+assert sock.recv(1) == b""
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE)
+    with socket.socket(socket.AF_UNIX) as own:
+        own.settimeout(DEADLINE)
+        own.connect("\0" + name)
+        assert own.recv(1)
+
+
+def test_a_member_without_a_relay_or_with_one_that_is_gone_connects_directly() -> None:
+    run = Run(1)
+    session = Session.connect([run.address], 0, SECRET, PATIENT, relay=a_name())
+    join_all([session])
+    session.agree(1)
+    assert session._core.stage is Stage.FOLLOWING
+    assert not session._core.in_step
+    session._client.close()
+
+
+def test_a_pause_of_the_whole_node_is_not_taken_for_a_silent_relay() -> None:
+    settings = Settings(heartbeat_interval=0.1, heartbeat_timeout=60.0, hang_timeout=3000.0, start_timeout=3000.0)
+    run = Run(1, settings)
+    session = run.session(0, settings)
+    join_all([session])
+    client = session._client
+    with client.condition:
+        client._check_relay(time.monotonic() + 1000.0, late=True)
+        assert client._relay
+        client._check_relay(time.monotonic() + 29.0 + 1000.0, late=False)
+        assert client._relay
+        client._check_relay(time.monotonic() + 31.0 + 1000.0, late=False)
+        assert not client._relay
+    eventually(lambda: session._core.stage is Stage.FOLLOWING and not session._core.in_step, "it connects directly")
+    client.close()
