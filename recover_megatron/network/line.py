@@ -84,6 +84,7 @@ class Line:
         self._loop.remove_writer(self.descriptor)
         self.descriptor = -1
         self._out.clear()
+        self.queued = 0
         self.sock.close()
 
     def _queue(self, view: memoryview) -> None:

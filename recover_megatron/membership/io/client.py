@@ -91,7 +91,9 @@ class Client:
         self._secret = secret
         self._notify = notify
         self._relay = relay  # abstract name of the relay's socket; empty: connect directly
-        self._relay_heard: float | None = None  # time of the last data from the relay; None: connected directly
+        self._relayed = False  # True if the connection goes through the relay
+        self._relay_heard = 0.0  # time of the relay's last data, or of the first attempt to connect to it since then
+        self._relay_answered = True  # False if it has sent nothing since that attempt
         self._sock: socket.socket | None = None
         self._state = ""
         self._expected_proof = ""
@@ -155,7 +157,8 @@ class Client:
     def _serve(self) -> None:
         while not self._closed and (self.core.stage is not Stage.OUT or self._out):
             with self.condition:
-                timeout = min(max(0.0, self.core.deadline - time.monotonic()), MAX_SLEEP)
+                longest = RELAY_SECONDS if self._relayed else MAX_SLEEP
+                timeout = min(max(0.0, self.core.deadline - time.monotonic()), longest)
             ready = self._selector.select(timeout)
             with self.condition:
                 for key, mask in ready:
@@ -245,7 +248,9 @@ class Client:
             sock.close()
             self._relay = ""
             return False
-        self._sock, self._state, self._relay_heard = sock, "relaying", time.monotonic()
+        self._sock, self._state, self._relayed = sock, "relaying", True
+        if self._relay_answered:
+            self._relay_heard, self._relay_answered = time.monotonic(), False
         self._decoder = messages.Decoder()
         self._selector.register(sock, selectors.EVENT_READ)
         self._say(relayed.Dial(address))
@@ -253,7 +258,7 @@ class Client:
 
     def _check_relay(self, now: float, late: bool) -> None:
         """Leave a silent relay. ``late``: this thread has not run for some time, and perhaps the relay has not, too."""
-        if self._relay_heard is None:
+        if not self._relayed:
             return
         if late:
             self._relay_heard = now
@@ -292,7 +297,7 @@ class Client:
             self._fail("the coordinator does not know the job's secret")
             return
         self._state, self._rejections = "open", -(1 << 30)
-        self.core.in_step = self._relay_heard is not None
+        self.core.in_step = self._relayed
         self._handle(Connected())
 
     def _fail(self, reason: str, *, refused: bool = False) -> None:
@@ -318,14 +323,14 @@ class Client:
         except OSError as error:
             self._fail(f"the connection to the coordinator failed: {error.strerror}")
             return
-        if not data and self._relay_heard is not None:
+        if not data and self._relayed:
             self._leave_relay("the relay of this node has ended")
             return
         if not data:
             self._fail("the coordinator closed the connection")
             return
-        if self._relay_heard is not None:
-            self._relay_heard = time.monotonic()
+        if self._relayed:
+            self._relay_heard, self._relay_answered = time.monotonic(), True
         self._decoder.feed(data)
         try:
             while self._sock is sock and self._take_message():
@@ -398,7 +403,7 @@ class Client:
         if self._sock is not None:
             self._selector.modify(self._sock, selectors.EVENT_READ)
             self._abandoned.append(self._sock)
-            self._sock = self._relay_heard = None
+            self._sock, self._relayed = None, False
 
     def _drain(self, sock: socket.socket) -> None:
         """Discard data from an abandoned coordinator. Close the socket if the coordinator has closed it."""
@@ -417,7 +422,7 @@ class Client:
         if self._sock is not None:
             self._selector.unregister(self._sock)
             self._sock.close()
-            self._sock = self._relay_heard = None
+            self._sock, self._relayed = None, False
 
     # -- fork ---------------------------------------------------------------------------------------------------------
 

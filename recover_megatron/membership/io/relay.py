@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import signal
 import socket
 import struct
-import sys
 from collections.abc import Sequence
 
 from recover_megatron.membership.io.client import Address
@@ -334,7 +332,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Carry the connections of a node's workers to the coordinator.")
     parser.add_argument("--listen-fd", type=int, required=True, metavar="FD", help="a listening Unix socket")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     Relay(socket.socket(fileno=args.listen_fd), find_secret()).serve_forever()
 
 

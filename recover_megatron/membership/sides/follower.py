@@ -134,9 +134,9 @@ class Follower:
                 self._say(self._attach_message())
             case Lost(reason, again=again):
                 self._complaint = reason
-                self.candidate -= again  # ``_tick`` dials the next one
                 self._mute.discard(self.candidate)
                 self._silent &= self.stage is not Stage.FOLLOWING
+                self.candidate -= again  # ``_tick`` dials the next one
                 self._seek(now)
             case Heard(message):
                 self._heard = now
