@@ -231,7 +231,7 @@ def test_a_relay_that_sends_a_malformed_message_loses_its_connection(frames: lis
     join_all([session])
     raw = Raw(socket.create_connection(run.address))
     raw.prove()
-    raw.send(relayed.Relay(), *frames)
+    raw.send(relayed.Relay(), relayed.Opened(7), *frames)
     assert raw.is_closed()
     session.agree(1)
     assert run.of("fault", "relay_lost") == ["relay_lost"]

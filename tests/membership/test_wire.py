@@ -79,7 +79,7 @@ def digits(count: int) -> tuple[list[Any], list[Any]]:
 
 
 EPOCH = {"epoch": 1, "term": 1, "members": [[0, 1]]}
-HEARTBEAT = {"count": 1, "iteration": 1, "phase": "x", "waiting": False, "allow": 0.5}
+HEARTBEAT = {"type": "heartbeat", "count": 1, "iteration": 1, "phase": "x", "waiting": False, "allow": 0.5}
 BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "any": ([{"a": [1]}, None, 1.5, 1 << 80, "x", nested(MAX_DEPTH)], []),
     "status": ([{"a": [1]}, None, 1.5, 1 << 80, "x", nested(MAX_DEPTH)], [nested(MAX_DEPTH + 1)]),
@@ -109,8 +109,8 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "channels": ([[1, 1 << 53], [0] * 4096], [[], [0] * 4097, [-1], [1.0], [(1 << 53) + 1], 1]),
     "answers": ([[[1, 1 << 53]], [], [[0, 0]] * 4096], [[[0, 0]] * 4097, [[-1, 1]], [[1, -1]], [[1]], [[1, 1, 1]]]),
     "beats": (
-        [[[1, {"type": "beat"}], [1 << 53, {"type": "heartbeat", **HEARTBEAT}]], [], [[0, {"type": "beat"}]] * 4096],
-        [[[0, {"type": "beat"}]] * 4097, [[1, HEARTBEAT]], [[1, {"type": "heartbeat"}]], [[-1, {"type": "beat"}]]],
+        [[[1, HEARTBEAT], [1 << 53, HEARTBEAT]], [], [[0, HEARTBEAT]] * 4096],
+        [[[0, HEARTBEAT]] * 4097, [[1, {"count": 1}]], [[1, {**HEARTBEAT, "x": 1}]], [[-1, HEARTBEAT]], [[1]]],
     ),
     "epoch": ([EPOCH], [{}, {"epoch": 1, "term": 1}, {**EPOCH, "type": "plan"}, [], "x"]),
     "presentation": ([{"formed": EPOCH, "term": 1, "committed": 7, "dead": [], "left": []}], [EPOCH, {}, []]),

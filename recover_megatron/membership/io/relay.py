@@ -24,8 +24,9 @@ import struct
 from collections.abc import Sequence
 
 from recover_megatron.membership.io.client import Address
-from recover_megatron.membership.messages import relayed, to_coordinator
+from recover_megatron.membership.messages import relayed
 from recover_megatron.membership.messages.fields import Message
+from recover_megatron.membership.messages.to_coordinator import Heartbeat
 from recover_megatron.membership.messages.to_member import Beat
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, MAX_TO_MEMBER, TO_RELAY, Secret, find_secret
 from recover_megatron.network.connection import proves
@@ -49,15 +50,13 @@ GATHER_SECONDS = 0.02
 MAX_BACKLOG = 128 << 20
 """Maximum bytes queued for one worker, or for a coordinator that does not read."""
 
-_BEGINNINGS = b'{"type":"heartbeat",', b'{"type":"beat",'
+_BEGINNING = b'{"type":"heartbeat",'
 DIAL: Schema[relayed.Dial] = Schema(relayed.Dial, MAX_HANDSHAKE)
-_HEARTBEAT: Schema[to_coordinator.Heartbeat | to_coordinator.Beat] = Schema(
-    to_coordinator.Heartbeat | to_coordinator.Beat, MAX_HANDSHAKE
-)
+_HEARTBEAT: Schema[Heartbeat] = Schema(Heartbeat, MAX_HANDSHAKE)
 
 
 class _Worker:
-    """Connection of a worker, or of the launcher: one channel."""
+    """Connection of a worker: one channel."""
 
     def __init__(self, channel: int, line: Line) -> None:
         self.channel = channel
@@ -80,7 +79,7 @@ class _Coordinator:
         self.proved = False
         self.to: list[int] | None = None
         """Channels for which the next frame is; None: it is a message to the relay."""
-        self.beats: list[tuple[int, to_coordinator.Heartbeat | to_coordinator.Beat]] = []
+        self.beats: list[tuple[int, Heartbeat]] = []
         """Heartbeats that have not been sent yet."""
 
     def say(self, message: Message, frame: bytes = b"") -> None:
@@ -168,7 +167,7 @@ class Relay:
                 self._lose(worker, ended=True, reason="its connection was closed")
 
     def _forward(self, worker: _Worker, coordinator: _Coordinator, body: bytes) -> None:
-        if body.startswith(_BEGINNINGS):
+        if body.startswith(_BEGINNING):
             try:
                 beat = _HEARTBEAT.parse(body)
             except WireError:

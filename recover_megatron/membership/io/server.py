@@ -205,8 +205,9 @@ class CoordinatorServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE) and self._unproved:
-                    self._reject(next(iter(self._unproved.values())), "too many open files")
+                own_socket = next((c for c in self._unproved.values() if c.relay is None), None)
+                if error.errno in (errno.EMFILE, errno.ENFILE) and own_socket is not None:
+                    self._reject(own_socket, "too many open files")
                     continue
                 self._log_limited("accept_failed", reason=str(error))
                 # Else waiting connections would wake this loop all the time. The next tick adds the listener again.
@@ -368,7 +369,8 @@ class CoordinatorServer:
         if (relay := connection.carries) is None:
             self._handle(Closed(connection.number, ended, reason))
             return
-        self._log({"event": "relay_lost", "peer": connection.peer, "workers": len(relay.channels), "reason": reason})
+        if count := len(relay.channels):
+            self._log({"event": "relay_lost", "peer": connection.peer, "workers": count, "reason": reason})
         for channel in list(relay.reading):
             self._was_read(relay, channel)
         for carried in relay.channels.values():

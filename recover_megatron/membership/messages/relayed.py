@@ -4,8 +4,8 @@ A relay carries the connections of its node's workers, the *channels*, over one 
 and ``To`` precede a frame of a channel, which the relay passes on unchanged: the worker and the coordinator prove the
 secret to each other as without a relay.
 
-    worker        Dial(candidate) ----->  relay  Relay, then Opened, From, Beats, Closed, WasRead ----->  coordinator
-    worker  <-- Relaying, Unreached       relay  <------------------------- To, Answers, Close, Read      coordinator
+    worker -- Dial(candidate) ---------> relay -- Relay, then Opened, From, Beats, Closed, WasRead --> coordinator
+    worker <------ Relaying, Unreached-- relay <----------------------------- To, Answers, Close, Read -- coordinator
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from recover_megatron.membership.messages import fields as f
-from recover_megatron.membership.messages.to_coordinator import Beat, Heartbeat
+from recover_megatron.membership.messages.to_coordinator import Heartbeat
 
 MOST_CHANNELS = 4096
 """Maximum number of open channels of a relay, and of channels in one message."""
@@ -61,9 +61,9 @@ class From(f.Message, frozen=True):
 
 
 class Beats(f.Message, frozen=True):
-    """Heartbeats of several channels (``Beat``: of the launcher)."""
+    """Heartbeats of several channels."""
 
-    beats: Annotated[list[tuple[Channel, Heartbeat | Beat]], Meta(max_length=MOST_CHANNELS)]
+    beats: Annotated[list[tuple[Channel, Heartbeat]], Meta(max_length=MOST_CHANNELS)]
 
 
 class Closed(f.Message, frozen=True):
