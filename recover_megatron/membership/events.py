@@ -177,6 +177,11 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class Challenged:
+    """The dialed candidate has sent its challenge, so its process runs."""
+
+
+@dataclass(frozen=True)
 class Connected:
     """The dialed candidate is connected, and both sides have proved that they know the secret."""
 
@@ -199,7 +204,7 @@ class Heard:
     message: to_member.ToMember
 
 
-MemberEvent = Accepted | Connected | Lost | Heard | Tick
+MemberEvent = Accepted | Challenged | Connected | Lost | Heard | Tick
 
 
 # -- out of a member --------------------------------------------------------------------------------------------------

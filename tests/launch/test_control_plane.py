@@ -151,7 +151,7 @@ def test_in_a_large_run_workers_use_a_relay_and_continue_without_it_when_it_ends
     launch.wait_for(f"the relay (pid {relay}) was killed by SIGKILL: this node's workers connect to the coordinator")
     bench.go()
     launch.ends()
-    assert [event["workers"] for event in bench.events("relay_lost")] == [3]
+    assert len(bench.events("relay_lost")) == 1
     assert not bench.events("fault")
 
 

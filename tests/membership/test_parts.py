@@ -16,13 +16,25 @@ import pytest
 from cluster import cluster
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import attach
+from simulation import SETTINGS, attach
 from test_wire import nested
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.detect import Judgement, WorkerProgress, apart, judge
-from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
+from recover_megatron.membership.events import (
+    Accepted,
+    AskForLease,
+    Challenged,
+    Dial,
+    Log,
+    Lost,
+    Received,
+    Settle,
+    State,
+    Tick,
+    Verdict,
+)
 from recover_megatron.membership.io.lease import Lease
 from recover_megatron.membership.leadership import Permission, may_go_on, permission
 from recover_megatron.membership.messages import to_member
@@ -36,6 +48,7 @@ from recover_megatron.membership.messages.to_coordinator import (
     ToCoordinator,
 )
 from recover_megatron.membership.records import Formed, Presentation, Settings
+from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.wire import TO_COORDINATOR, Secret, read_secret_file
 from recover_megatron.network import messages as wire
 from recover_megatron.network.connection import nonce
@@ -379,6 +392,19 @@ def test_a_candidate_that_does_not_lead_takes_no_worker_that_ended_in_order_for_
     assert faults(3, workers[1]) == told
     assert candidate.state is State.RENDEZVOUS
     assert candidate.roster.gone == {2}
+
+
+def test_a_member_waits_longer_for_a_candidate_that_has_begun_the_handshake() -> None:
+    """A coordinator that takes over a large run needs seconds for the proofs of all members."""
+    core = Member(attach(0, 1), 3, SETTINGS, now=0.0)
+    core.handle(Tick(), 0.0)
+    assert core.handle(Lost("the first candidate is lost"), 1.0) == [Dial(1)]
+    core.handle(Accepted(), 1.1)
+    core.handle(Challenged(), 3.4)
+    assert core.handle(Tick(), 8.3) == []
+    assert core.handle(Tick(), 8.5) == [Dial(2)]
+    core.handle(Accepted(), 8.6)  # a stopped process accepts, and sends nothing
+    assert core.handle(Tick(), 11.1) == [Dial(0)]
 
 
 def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_runs() -> None:

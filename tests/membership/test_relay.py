@@ -79,7 +79,7 @@ def test_the_run_continues_whatever_is_lost(tmp_path: Path, loss: str) -> None:
             worker.event("commit", start=worker.says())
         if loss == "relay":
             eventually(lambda: run.logged("relay_lost"), "the lost relay is logged")
-        assert [event["workers"] for event in run.logged("relay_lost")] == ([3] if loss == "relay" else [])
+        assert len(run.logged("relay_lost")) == (loss == "relay")
         # Workers that connect again one by one may end several epochs.
         assert len(run.logged("plan")) == (1 if loss == "coordinator" else 2) or "relay" in loss
 
@@ -231,7 +231,7 @@ def test_a_relay_that_sends_a_malformed_message_loses_its_connection(frames: lis
     join_all([session])
     raw = Raw(socket.create_connection(run.address))
     raw.prove()
-    raw.send(relayed.Relay(), relayed.Opened(7), *frames)
+    raw.send(relayed.Relay(), *frames)
     assert raw.is_closed()
     session.agree(1)
     assert run.of("fault", "relay_lost") == ["relay_lost"]

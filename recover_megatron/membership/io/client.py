@@ -34,6 +34,7 @@ from msgspec.structs import replace
 from recover_megatron.membership.events import (
     Abandon,
     Accepted,
+    Challenged,
     Connected,
     Dial,
     Hangup,
@@ -195,7 +196,7 @@ class Client:
             if mask & selectors.EVENT_READ:
                 self._read()
 
-    def _handle(self, event: Accepted | Connected | Lost | Heard) -> None:
+    def _handle(self, event: Accepted | Challenged | Connected | Lost | Heard) -> None:
         self._carry_out(self.core.handle(event, time.monotonic()))
 
     def _carry_out(self, effects: Sequence[MemberEffect]) -> None:
@@ -290,6 +291,7 @@ class Client:
             return
         auth, self._expected_proof = self._secret.answer(message)
         self._state = "proving"
+        self._handle(Challenged())
         self._say(auth)
 
     def _proved(self, message: messages.Proof) -> None:

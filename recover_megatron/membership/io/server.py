@@ -369,8 +369,8 @@ class CoordinatorServer:
         if (relay := connection.carries) is None:
             self._handle(Closed(connection.number, ended, reason))
             return
-        if count := len(relay.channels):
-            self._log({"event": "relay_lost", "peer": connection.peer, "workers": count, "reason": reason})
+        if self.coordinator.state is not State.STOPPED:
+            self._log({"event": "relay_lost", "peer": connection.peer, "reason": reason})
         for channel in list(relay.reading):
             self._was_read(relay, channel)
         for carried in relay.channels.values():

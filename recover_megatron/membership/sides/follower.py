@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from recover_megatron.membership.events import (
     Abandon,
     Accepted,
+    Challenged,
     Connected,
     Dial,
     Hangup,
@@ -123,6 +124,9 @@ class Follower:
                 self._mute.add(self.candidate)
                 if self._candidates == 1:
                     self._move_at = None  # no other candidate: wait until this one wakes up
+            case Challenged() if self._move_at is not None:
+                # It may need seconds for the proofs of all members of a large run that it takes over.
+                self._move_at = max(self._move_at, now + self.settings.heartbeat_timeout)
             case Connected():
                 self._connected, self._failures = True, 0
                 self._mute.discard(self.candidate)
