@@ -29,7 +29,7 @@ from recover_megatron.membership.messages.to_coordinator import Attach, Done, He
 from recover_megatron.membership.records import CoordinatorLost, Settings, WorkerId
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.node_agent import NodeAgent
-from recover_megatron.membership.wire import FROM_RELAY, MAX_TO_COORDINATOR, TO_RELAY
+from recover_megatron.membership.wire import FROM_RELAY, MAX_TO_COORDINATOR, TO_RELAY, Secret
 from recover_megatron.network import messages as wire
 from tests.harness.waiting import DEADLINE, eventually
 
@@ -208,14 +208,16 @@ def test_a_malformed_message_behind_a_relay_costs_only_the_connection_that_carri
     stranger = behind(run)
     stranger.send(framed(b'{"type":"auth","nonce":"' + b"0" * wire.MAX_HANDSHAKE + b'"}'))
     assert stranger.is_closed()
-    no_dial = socket.socket(socket.AF_UNIX)
-    no_dial.connect("\0" + run.name)
-    no_dial.sendall(framed(b'{"type":"beat"}'))
-    assert Raw(no_dial).is_closed()
+    for before in (framed(b'{"type":"beat"}'), wire.encode(relayed.Dial(("a" * 64, 1)))):
+        raw = Raw(socket.socket(socket.AF_UNIX))
+        raw.sock.connect("\0" + run.name)
+        raw.send(before)
+        assert raw.is_closed()
     session.agree(1)  # the worker beside them notices nothing
-    assert len(run.rejected()) == 5  # all but the frame that is too long, and the missing dial: the relay sees these
+    # All but the frame that is too long, the missing dial and the name that is too long: the relay sees these.
+    assert len(run.rejected()) == 5
     assert any("before the proof" in reason for reason in run.rejected())
-    assert any("must not use a relay" in reason for reason in run.rejected())
+    assert any("must not be a relay" in reason for reason in run.rejected())
     assert not run.of("fault", "relay_lost")
     session._client.close()
 
@@ -235,6 +237,7 @@ def test_a_relay_that_sends_a_malformed_message_loses_its_connection(frames: lis
     assert raw.is_closed()
     session.agree(1)
     assert run.of("fault", "relay_lost") == ["relay_lost"]
+    assert len(run.server._connections) == 2  # of the other relay and its worker
     session._client.close()
 
 
@@ -281,6 +284,76 @@ def test_a_relay_keeps_the_order_of_a_workers_messages() -> None:
     once, twice = relayed.Beats([(channel, beat)]), relayed.Beats([(channel, beat)] * 2)
     later = [relayed.From(channel), done]
     assert received == [wire.encode(message)[4:] for message in [once, *later, twice, *later]]
+
+
+def test_heartbeats_that_a_relay_cannot_send_yet_are_few_and_none_comes_before_the_proof() -> None:
+    candidate, name = socket.create_server(("127.0.0.1", 0)), a_name()
+    relay = program.Relay(program.listen(name), SECRET)
+    threading.Thread(target=relay.serve_forever, daemon=True).start()
+    beat = Heartbeat(1, 1, "compute", waiting=False, allow=0.0, number=3)
+    early, worker = (Raw(socket.socket(socket.AF_UNIX)) for _ in range(2))
+    for raw in (early, worker):
+        raw.sock.connect("\0" + name)
+        raw.send(relayed.Dial(candidate.getsockname()[:2]))
+    relays = Raw(candidate.accept()[0])
+    early.send(beat)
+    assert early.is_closed()
+    challenge = wire.Challenge(wire.PROTOCOL_VERSION, "0f" * 32)
+    relays.send(challenge)
+    proof = SECRET.accept(challenge.nonce, wire.AUTH.parse(relays.body() or b""))
+    assert proof is not None
+    relays.send(proof)
+    relays.until(b"opened")
+    worker.send(*[beat] * (relayed.MOST_CHANNELS + 1000))
+    counts = list[int]()
+    while sum(counts) < relayed.MOST_CHANNELS + 1000:
+        beats = FROM_RELAY.parse(relays.until(b"beats"))
+        assert isinstance(beats, relayed.Beats)
+        counts.append(len(beats.beats))
+    assert sum(counts) == relayed.MOST_CHANNELS + 1000
+
+
+@pytest.mark.parametrize("fails", ["is stopped", "ends before it has read it"])
+def test_a_worker_that_has_finished_is_not_lost_with_its_bye_if_the_relay(fails: str) -> None:
+    times = {"hang_timeout": 10.0, "stall_timeout": 10.0, "start_timeout": 3000.0}
+    settings = Settings(heartbeat_interval=0.5, heartbeat_timeout=2.0, **times)
+    run = Run(2, settings)
+    sessions = [run.session(number, settings) for number in range(2)]
+    join_all(sessions)
+    loop, over = run.relay._loop, threading.Event()
+    if fails == "is stopped":
+        loop.call_from_thread(over.wait)
+    else:
+        for worker in run.relay._workers.values():
+            run.in_relay(loop.remove_reader, worker.line.descriptor)
+    leaving = [threading.Thread(target=session.leave) for session in sessions]
+    for thread in leaving:
+        thread.start()
+    if fails != "is stopped":
+        for session, worker in zip(sessions, list(run.relay._workers.values()), strict=True):
+            eventually(lambda s=session: s._core.leaving, "it leaves")
+            run.in_relay(worker.line.close)
+    for thread in leaving:
+        thread.join(DEADLINE)
+    eventually(lambda: run.codes or run.of("fault"), "the run is over, or they count as lost")
+    over.set()
+    assert run.codes == [0]
+    assert run.of("left", "fault") == ["left", "left"]
+
+
+def test_a_member_is_no_relay_and_a_relay_whose_proof_is_refused_leaves_its_workers_to_themselves() -> None:
+    run = Run(1)
+    raw = Raw(socket.create_connection(run.address))
+    raw.prove()
+    raw.send(Attach(WorkerId(0), "0f" * 16, "host", 1, NOTHING, done=0), relayed.Relay())
+    assert raw.is_closed()
+    assert any("must not be a relay" in reason for reason in run.rejected())
+    other = program.Relay(program.listen(name := a_name()), Secret(b"another secret, long enough"))
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    session = Session.connect([run.address], 0, SECRET, Settings(), relay=name)
+    eventually(lambda: session._core.stage is not Stage.SEEKING, "it has connected directly")
+    assert not session._core.in_step
+    session._client.close()
 
 
 def test_a_worker_that_starts_while_its_relay_is_stopped_connects_directly() -> None:

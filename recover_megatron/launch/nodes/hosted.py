@@ -167,6 +167,7 @@ class HostedCandidate:
     def _replace(self, what: str) -> None:
         self._timer = None
         if self._agent.out is not None:
+            self._listener.close()  # otherwise clients would wait in the backlog
             return
         try:
             process = self._run()

@@ -4,10 +4,8 @@ The state machine ``Follower`` makes all decisions.
 
     Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (proof sent, waits for the answer) -> OPEN
 
-In a large run the members of a node connect to a relay (``io.relay``), which dials the candidate. If the relay ends or
-stays silent, the member connects to the candidate directly, for the rest of its life::
-
-    Dial -> RELAYING (waits until the relay has reached the candidate) -> CHALLENGED ...
+In a large run a worker's connection goes through its node's relay (``io.relay``), after the state RELAYING in place of
+CONNECTING. If the relay fails, the worker connects directly, and never again through it.
 
 A socket is closed only after the other side has closed it, or before the member has attached (see ``follower``). An
 abandoned socket stays open, and its data is discarded, until the other side closes it.
@@ -46,6 +44,7 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
+from recover_megatron.membership.io.observer import Address, leave_directly
 from recover_megatron.membership.messages import fields, relayed, to_coordinator, to_member
 from recover_megatron.membership.messages.relayed import ToWorker
 from recover_megatron.membership.records import AuthenticationError, MembershipError
@@ -55,12 +54,13 @@ from recover_megatron.network import messages
 from recover_megatron.network.connection import proves
 from recover_megatron.network.system import close_in_children
 
-Address = tuple[str, int]
 MAX_REJECTIONS = 10
 """The secret is considered wrong after this many refused proofs in a row, if none was ever accepted."""
 MAX_SLEEP = 60.0
-RELAY_SECONDS = 2.5
-"""Seconds of silence after which a member leaves its relay, which sends a message every second."""
+RELAY_SECONDS = 1.5
+"""Seconds of silence after which a member leaves its relay; while the connection is open, half a heartbeat timeout."""
+BYE_SECONDS = 10.0
+"""Longest wait of a member that leaves until its last messages have arrived."""
 _STAGES: dict[str, messages.Schema[Any]] = {
     "relaying": messages.Schema(ToWorker, messages.MAX_HANDSHAKE),
     "challenged": messages.Schema(messages.Challenge | ToWorker, messages.MAX_HANDSHAKE),
@@ -137,9 +137,13 @@ class Client:
             self.condition.notify_all()
 
     def close(self, flush_seconds: float = 2.0) -> None:
-        """Send the queue, then stop the thread. The socket stays open until the process exits."""
+        """Send the queue, then stop the thread. The socket stays open until the process exits.
+
+        A member that has left waits until the coordinator has closed its connection through a relay.
+        """
         until = time.monotonic() + flush_seconds
         with self.condition:
+            self.condition.wait_for(lambda: not self._says_goodbye, BYE_SECONDS)
             while self._out and self._sock is not None and (left := until - time.monotonic()) > 0:
                 self.condition.wait(left)
             self._closed = True
@@ -156,10 +160,10 @@ class Client:
             self.give_up(MembershipError("the session's thread has failed; see the error that it printed"))
 
     def _serve(self) -> None:
-        while not self._closed and (self.core.stage is not Stage.OUT or self._out):
+        while not self._closed and (self.core.stage is not Stage.OUT or self._out or self._says_goodbye):
             with self.condition:
-                longest = RELAY_SECONDS if self._relayed else MAX_SLEEP
-                timeout = min(max(0.0, self.core.deadline - time.monotonic()), longest)
+                timeout = max(0.0, self.core.deadline - time.monotonic())
+                timeout = min(timeout, RELAY_SECONDS if self._relayed else MAX_SLEEP)
             ready = self._selector.select(timeout)
             with self.condition:
                 for key, mask in ready:
@@ -177,6 +181,10 @@ class Client:
                 notices, self._notices = self._notices, []
             for notice in notices:
                 self._notify(notice)
+
+    @property
+    def _says_goodbye(self) -> bool:
+        return self._relayed and self.core.leaving  # the relay may fail before it has passed ``bye`` on
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread will wake anyway
@@ -259,18 +267,19 @@ class Client:
 
     def _check_relay(self, now: float, late: bool) -> None:
         """Leave a silent relay. ``late``: this thread has not run for some time, and perhaps the relay has not, too."""
-        if not self._relayed:
-            return
-        if late:
-            self._relay_heard = now
-        elif now - self._relay_heard > max(RELAY_SECONDS, self.core.settings.heartbeat_timeout / 2):
+        self._relay_heard = now if late else self._relay_heard
+        half = self.core.settings.heartbeat_timeout / 2 if self._state == "open" else 0.0
+        if self._relayed and now - self._relay_heard > max(RELAY_SECONDS, half):
             self._leave_relay("the relay of this node is silent")
 
     def _leave_relay(self, reason: str) -> None:
-        """Dial the same candidate again, directly. The coordinator closes the old connection then."""
+        """Dial the same candidate directly, or repeat the ``bye``. The coordinator closes the old connection then."""
         self._relay = ""
         self._set_aside()
-        self._handle(Lost(reason, again=True))
+        if self.core.leaving:
+            leave_directly(self.addresses[self.core.candidate], self._secret, self.core.farewell())
+        else:
+            self._handle(Lost(reason, again=True))
 
     def _connected(self) -> None:
         assert self._sock is not None
@@ -323,7 +332,10 @@ class Client:
         except BlockingIOError:
             return
         except OSError as error:
-            self._fail(f"the connection to the coordinator failed: {error.strerror}")
+            if self._relayed:
+                self._leave_relay(f"the connection to the relay of this node failed: {error.strerror}")
+            else:
+                self._fail(f"the connection to the coordinator failed: {error.strerror}")
             return
         if not data and self._relayed:
             self._leave_relay("the relay of this node has ended")

@@ -1,19 +1,24 @@
-"""Blocking connection of an observer (``recover-status``) to a candidate."""
+"""Blocking connection to a candidate: of an observer (``recover-status``), or of a worker that leaves."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
 
-from recover_megatron.membership.io.client import Address
 from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import AuthenticationError, MembershipError
 from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.network import messages
 from recover_megatron.network.connection import proves
 
+Address = tuple[str, int]
 ANSWER_SECONDS = 10.0
 """Default time limit for a candidate's answer to an observer."""
+
+
+LEAVE_SECONDS = 3.0
 
 
 class NoAnswer(MembershipError):
@@ -61,6 +66,13 @@ class Observer:
         """Close the connection. This has no effect on the run."""
         self._sock.close()
 
+    def leave(self, farewell: Sequence[fields.Message]) -> None:
+        """Send a member's last messages, and wait until the candidate has closed the connection."""
+        for message in farewell:
+            self._send(message)
+        while True:
+            self._hear(TO_MEMBER)
+
     def _shake_hands(self, secret: Secret) -> None:
         challenge = self._hear(messages.CHALLENGE)
         if challenge.version != messages.PROTOCOL_VERSION:
@@ -104,3 +116,9 @@ class Observer:
         except OSError as error:
             raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
         return message
+
+
+def leave_directly(address: Address, secret: Secret, farewell: Sequence[fields.Message]) -> None:
+    """Send the messages of a member that leaves to the candidate at ``address``, if that answers within seconds."""
+    with suppress(NoAnswer, AuthenticationError), closing(Observer(address, secret, LEAVE_SECONDS)) as connection:
+        connection.leave(farewell)

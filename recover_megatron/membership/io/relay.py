@@ -43,10 +43,11 @@ from recover_megatron.network.messages import (
 )
 from recover_megatron.network.system import use_all_descriptors, watch
 
-ALIVE_SECONDS = 1.0
+ALIVE_SECONDS = 0.5
 """Seconds between two ``Relaying`` messages to each worker."""
 GATHER_SECONDS = 0.02
 """Seconds for which the first heartbeat waits for those of the node's other workers, which send at the same time."""
+_MOST_ACCEPTED = 64  # in one round of the event loop, so that a flood of connections keeps no worker waiting
 MAX_BACKLOG = 128 << 20
 """Maximum bytes queued for one worker, or for a coordinator that does not read."""
 
@@ -118,18 +119,22 @@ class Relay:
 
     def _show_alive(self) -> None:
         self._loop.call_later(ALIVE_SECONDS, self._show_alive)
+        self._loop.add_reader(self._listener, self._accept)
         for worker in list(self._workers.values()):
             self._tell(worker, relayed.Relaying(worker.coordinator is not None and worker.coordinator.reached))
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(_MOST_ACCEPTED):
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # no connection is left, or no descriptor is free: the worker connects directly
+            except BlockingIOError:
                 return
-            _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            except OSError:  # no descriptor is free: else waiting connections would wake this loop all the time
+                self._loop.remove_reader(self._listener)
+                return
+            _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.geteuid() or len(self._workers) >= relayed.MOST_CHANNELS:
                 sock.close()
                 continue
@@ -167,6 +172,8 @@ class Relay:
                 self._lose(worker, ended=True, reason="its connection was closed")
 
     def _forward(self, worker: _Worker, coordinator: _Coordinator, body: bytes) -> None:
+        if not coordinator.proved:
+            raise WireError("a message before the challenge")
         if body.startswith(_BEGINNING):
             try:
                 beat = _HEARTBEAT.parse(body)
@@ -176,6 +183,8 @@ class Relay:
                 if not coordinator.beats:
                     self._loop.call_later(GATHER_SECONDS, coordinator.send_beats)
                 coordinator.beats.append((worker.channel, beat))
+                if len(coordinator.beats) == relayed.MOST_CHANNELS:
+                    coordinator.send_beats()
                 return
         coordinator.say(relayed.From(worker.channel), struct.pack(">I", len(body)) + body)
         self._check(coordinator)
@@ -212,9 +221,9 @@ class Relay:
         if coordinator is None:
             try:
                 coordinator = self._connect(address)
-            except OSError as error:
-                refused = error.errno == errno.ECONNREFUSED
-                self._release(worker, f"{address[0]}:{address[1]}: {error.strerror}", refused=refused)
+            except (OSError, ValueError) as error:  # ValueError: a name that is too long, for example
+                refused = isinstance(error, ConnectionRefusedError)
+                self._release(worker, f"{address[0]}:{address[1]}: {error}", refused=refused)
                 return
         worker.coordinator = coordinator
         coordinator.workers[worker.channel] = worker
@@ -307,10 +316,17 @@ class Relay:
                 coordinator.say(relayed.WasRead(channel))
 
     def _give_up(self, coordinator: _Coordinator, reason: str, *, refused: bool = False) -> None:
-        """Close the connection to a candidate, and those of its workers, which then dial another one."""
+        """Close the connection to a candidate, and those of its workers, which then dial another one.
+
+        If the candidate has refused the relay's proof, the workers dial it directly, to learn that from their own.
+        """
         self._forget(coordinator)
         for worker in list(coordinator.workers.values()):
-            self._release(worker, reason, refused=refused)
+            if coordinator.proof and not coordinator.proved:
+                worker.coordinator = None
+                self._lose(worker, ended=False, reason=reason)
+            else:
+                self._release(worker, reason, refused=refused)
         coordinator.workers.clear()
 
     def _forget(self, coordinator: _Coordinator) -> None:

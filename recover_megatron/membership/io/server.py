@@ -16,6 +16,7 @@ and then carries their connections as its channels. The state machine knows noth
 from __future__ import annotations
 
 import errno
+import itertools
 import secrets
 import socket
 import time
@@ -108,7 +109,8 @@ class _Relay:
 
     def send_answers(self) -> None:
         answers, self._answers = self._answers, []
-        self.line.gather(messages.encode(relayed.Answers(answers)))
+        for some in itertools.batched(answers, relayed.MOST_CHANNELS):
+            self.line.gather(messages.encode(relayed.Answers(list(some))))
 
 
 class CoordinatorServer:
@@ -280,8 +282,8 @@ class CoordinatorServer:
             return
         message = TO_COORDINATOR.parse(body)
         if isinstance(message, relayed.Relay):
-            if connection.relay is not None:
-                raise messages.WireError("a relay must not use a relay")
+            if connection.relay is not None or connection.number in self.coordinator.roster.sessions:
+                raise messages.WireError("a member, or a relay behind a relay, must not be a relay")
             connection.carries = _Relay(connection)
             return
         received = Received(connection.number, message)
@@ -375,6 +377,8 @@ class CoordinatorServer:
             self._was_read(relay, channel)
         for carried in relay.channels.values():
             carried.relay = None
+            if carried.number not in self.coordinator.roster.sessions:
+                self._drop(carried)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

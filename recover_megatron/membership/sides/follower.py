@@ -99,6 +99,9 @@ class Follower:
         self._silent = False  # True if the last coordinator was left because of silence
         self._accepted = False  # True if the host of the last dialed candidate has accepted the connection
         self._mute: set[int] = set()  # candidates that have sent nothing although their host has accepted a connection
+        self.leaving = False
+        """True if this member has sent ``bye``."""
+        self._again = False  # True to dial the same candidate once more
         self._complaint = "no candidate was tried"
         self._effects: list[MemberEffect] = []
 
@@ -138,9 +141,10 @@ class Follower:
                 self._say(self._attach_message())
             case Lost(reason, again=again):
                 self._complaint = reason
-                self._mute.discard(self.candidate)
+                self._again = again
+                if not again:
+                    self._mute.discard(self.candidate)
                 self._silent &= self.stage is not Stage.FOLLOWING
-                self.candidate -= again  # ``_tick`` dials the next one
                 self._seek(now)
             case Heard(message):
                 self._heard = now
@@ -209,10 +213,11 @@ class Follower:
                 self._effects.append(Abandon("this candidate does not lead"))
                 self._connected = False
                 self.stage = Stage.SEEKING
-            if not self._accepted:
+            if not self._accepted and not self._again:
                 self._mute.discard(self.candidate)
             self._accepted = False
-            self.candidate = (self.candidate + 1) % self._candidates
+            self.candidate = (self.candidate + (not self._again)) % self._candidates
+            self._again = False
             # At the start of a run, wait longer for a host that does not answer, as the candidate may be starting.
             slow = self.settings.start_timeout / 20 if self._first else 0.0
             self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
@@ -239,6 +244,10 @@ class Follower:
     def _attach_message(self) -> Hello:
         presented = fields.Presented.of(self.presentation)
         return replace(self._hello, presentation=presented, silent=self._silent, **self._reports())
+
+    def farewell(self) -> list[ToCoordinator]:
+        """Return the messages by which this member leaves on a new connection (hook for subclasses)."""
+        return []
 
     def _reports(self) -> dict[str, Any]:
         """Return the other fields of the attach message that change (hook for subclasses)."""

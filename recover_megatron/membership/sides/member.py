@@ -175,9 +175,15 @@ class Member(Follower):
     def leave(self) -> list[MemberEffect]:
         # ``Bye`` repeats the idle report, because ``Idle`` is ignored while the next epoch is being formed.
         self._effects = [Say(to_coordinator.Bye(self.idle_in))] if self._connected else []
+        self.leaving = self._connected
         self.stage = Stage.OUT
         self.out = MembershipError("this worker has left the run")
+        self._set_deadline()
         return self._effects
+
+    def farewell(self) -> list[to_coordinator.ToCoordinator]:
+        """Return the messages by which this member leaves on a new connection."""
+        return [self._attach_message(), to_coordinator.Bye(self.idle_in)]
 
     def _reports(self) -> dict[str, int | bool]:
         """Return this member's reports for the last epoch, which decide what that epoch committed."""
