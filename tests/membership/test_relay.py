@@ -64,8 +64,11 @@ def test_the_run_continues_whatever_is_lost(tmp_path: Path, loss: str) -> None:
         match loss:
             case "worker":
                 run.workers.pop(2).kill()
-            case "relay":
+            case "relay":  # and a worker that connects directly only later
+                run.workers[0].kill(signal.SIGSTOP)
                 process.kill()
+                run.workers[1].event("pushed", start=starts[1])
+                run.workers[0].kill(signal.SIGCONT)
             case "stopped relay":
                 process.send_signal(signal.SIGSTOP)
             case "coordinator":
@@ -82,6 +85,23 @@ def test_the_run_continues_whatever_is_lost(tmp_path: Path, loss: str) -> None:
         assert len(run.logged("relay_lost")) == (loss == "relay")
         # Workers that connect again one by one may end several epochs.
         assert len(run.logged("plan")) == (1 if loss == "coordinator" else 2) or "relay" in loss
+
+
+def test_a_node_whose_processes_are_all_killed_is_known_to_be_dead_at_once(tmp_path: Path) -> None:
+    """The relay ends first: its connection ends with the last worker that has a copy of it."""
+    with cluster(tmp_path) as run, relay_of(run) as (one, _), relay_of(run) as (other, process):
+        run.start(3, its={2: {"relay": other}}, relay=one)
+        run.all_commit()
+        starts = {number: worker.says() for number, worker in run.workers.items()}
+        victim = run.workers.pop(2)
+        victim.kill(signal.SIGSTOP)  # it cannot connect directly
+        process.kill()
+        process.wait()
+        victim.kill()
+        for number, worker in run.workers.items():
+            assert worker.event("plan", start=starts[number])["members"] == [0, 1]
+        eventually(lambda: run.logged("fault"), "the death is logged")
+        assert [(event["worker"], event["kind"]) for event in run.logged("fault")] == [(2, "dead")]
 
 
 class Run:
@@ -407,10 +427,10 @@ def test_a_pause_of_the_whole_node_is_not_taken_for_a_silent_relay() -> None:
     client = session._client
     with client.condition:
         client._check_relay(time.monotonic() + 1000.0, late=True)
-        assert client._relay
+        assert client._via.name
         client._check_relay(time.monotonic() + 29.0 + 1000.0, late=False)
-        assert client._relay
+        assert client._via.name
         client._check_relay(time.monotonic() + 31.0 + 1000.0, late=False)
-        assert not client._relay
+        assert not client._via.name
     eventually(lambda: session._core.stage is Stage.FOLLOWING and not session._core.in_step, "it connects directly")
     client.close()

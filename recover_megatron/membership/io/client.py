@@ -44,7 +44,8 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
-from recover_megatron.membership.io.observer import Address, leave_directly
+from recover_megatron.membership.io.observer import leave_directly
+from recover_megatron.membership.io.through_relay import RELAY_SECONDS, Address, ThroughRelay
 from recover_megatron.membership.messages import fields, relayed, to_coordinator, to_member
 from recover_megatron.membership.messages.relayed import ToWorker
 from recover_megatron.membership.records import AuthenticationError, MembershipError
@@ -57,8 +58,6 @@ from recover_megatron.network.system import close_in_children
 MAX_REJECTIONS = 10
 """The secret is considered wrong after this many refused proofs in a row, if none was ever accepted."""
 MAX_SLEEP = 60.0
-RELAY_SECONDS = 1.5
-"""Seconds of silence after which a member leaves its relay; while the connection is open, half a heartbeat timeout."""
 BYE_SECONDS = 10.0
 """Longest wait of a member that leaves until its last messages have arrived."""
 _STAGES: dict[str, messages.Schema[Any]] = {
@@ -91,10 +90,8 @@ class Client:
         """Addresses of all known candidates, in the order in which they are tried; hold ``condition``."""
         self._secret = secret
         self._notify = notify
-        self._relay = relay  # abstract name of the relay's socket; empty: connect directly
-        self._relayed = False  # True if the connection goes through the relay
-        self._relay_heard = 0.0  # time of the relay's last data, or of the first attempt to connect to it since then
-        self._relay_answered = True  # False if it has sent nothing since that attempt
+        self._via = ThroughRelay(relay)
+        self._address: Address = "", 0  # of the candidate dialed last
         self._sock: socket.socket | None = None
         self._state = ""
         self._expected_proof = ""
@@ -163,7 +160,7 @@ class Client:
         while not self._closed and (self.core.stage is not Stage.OUT or self._out or self._says_goodbye):
             with self.condition:
                 timeout = max(0.0, self.core.deadline - time.monotonic())
-                timeout = min(timeout, RELAY_SECONDS if self._relayed else MAX_SLEEP)
+                timeout = min(timeout, RELAY_SECONDS if self._via.active else MAX_SLEEP)
             ready = self._selector.select(timeout)
             with self.condition:
                 for key, mask in ready:
@@ -184,7 +181,7 @@ class Client:
 
     @property
     def _says_goodbye(self) -> bool:
-        return self._relayed and self.core.leaving  # the relay may fail before it has passed ``bye`` on
+        return self._via.active and self.core.leaving  # the relay may fail before it has passed ``bye`` on
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread will wake anyway
@@ -227,9 +224,9 @@ class Client:
     # -- connecting ---------------------------------------------------------------------------------------------------
 
     def _dial(self, candidate: int) -> None:
-        host, port = self.addresses[candidate]
+        host, port = self._address = self.addresses[candidate]
         self._out.clear()
-        if self._relay and self._dial_relay((host, port)):
+        if self._dial_relay():
             return
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -248,36 +245,28 @@ class Client:
         except OSError as error:
             self._fail(f"{host}:{port}: {error.strerror}", refused=error.errno == errno.ECONNREFUSED)
 
-    def _dial_relay(self, address: Address) -> bool:
+    def _dial_relay(self) -> bool:
         """Let the relay dial a candidate. Return False, for good, if there is no relay."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            sock.connect("\0" + self._relay)
-        except OSError:
-            sock.close()
-            self._relay = ""
+        sock = self._via.connect()
+        if sock is None:
             return False
-        self._sock, self._state, self._relayed = sock, "relaying", True
-        if self._relay_answered:
-            self._relay_heard, self._relay_answered = time.monotonic(), False
+        self._sock, self._state = sock, "relaying"
         self._decoder = messages.Decoder()
         self._selector.register(sock, selectors.EVENT_READ)
-        self._say(relayed.Dial(address))
+        self._say(relayed.Dial(self._address))
         return True
 
     def _check_relay(self, now: float, late: bool) -> None:
-        """Leave a silent relay. ``late``: this thread has not run for some time, and perhaps the relay has not, too."""
-        self._relay_heard = now if late else self._relay_heard
-        half = self.core.settings.heartbeat_timeout / 2 if self._state == "open" else 0.0
-        if self._relayed and now - self._relay_heard > max(RELAY_SECONDS, half):
+        limit = self.core.settings.heartbeat_timeout / 2 if self._state == "open" else 0.0
+        if self._via.is_silent(now, limit, late=late):
             self._leave_relay("the relay of this node is silent")
 
     def _leave_relay(self, reason: str) -> None:
         """Dial the same candidate directly, or repeat the ``bye``. The coordinator closes the old connection then."""
-        self._relay = ""
+        self._via.name = ""
         self._set_aside()
         if self.core.leaving:
-            leave_directly(self.addresses[self.core.candidate], self._secret, self.core.farewell())
+            leave_directly(self._address, self._secret, self.core.farewell())
         else:
             self._handle(Lost(reason, again=True))
 
@@ -308,7 +297,7 @@ class Client:
             self._fail("the coordinator does not know the job's secret")
             return
         self._state, self._rejections = "open", -(1 << 30)
-        self.core.in_step = self._relayed
+        self.core.in_step = self._via.active
         self._handle(Connected())
 
     def _fail(self, reason: str, *, refused: bool = False) -> None:
@@ -328,23 +317,21 @@ class Client:
         sock = self._sock
         assert sock is not None
         try:
-            data = sock.recv(1 << 18)
+            data = self._via.receive(sock, 1 << 18, self._address) if self._via.active else sock.recv(1 << 18)
         except BlockingIOError:
             return
         except OSError as error:
-            if self._relayed:
+            if self._via.active:
                 self._leave_relay(f"the connection to the relay of this node failed: {error.strerror}")
             else:
                 self._fail(f"the connection to the coordinator failed: {error.strerror}")
             return
-        if not data and self._relayed:
+        if not data and self._via.active:
             self._leave_relay("the relay of this node has ended")
             return
         if not data:
             self._fail("the coordinator closed the connection")
             return
-        if self._relayed:
-            self._relay_heard, self._relay_answered = time.monotonic(), True
         self._decoder.feed(data)
         try:
             while self._sock is sock and self._take_message():
@@ -362,7 +349,9 @@ class Client:
             case None:
                 return False
             case relayed.Relaying(reached):
-                if reached and self._state == "relaying":
+                if reached and self._state == "relaying" and not self._via.has_copy:
+                    self._leave_relay("this process has no descriptor left for the relay's connection")
+                elif reached and self._state == "relaying":
                     self._accepted()
             case relayed.Unreached(reason, refused):
                 self._fail(reason, refused=refused)
@@ -374,6 +363,8 @@ class Client:
                 added = [address for address in message.added if address not in self._launched]
                 self._handle(Heard(replace(message, added=added)))
             case message:
+                if not self._via.active:  # the coordinator uses this connection in place of the relay's
+                    self._via.release(self._address)
                 self._handle(Heard(message))
         return True
 
@@ -417,7 +408,7 @@ class Client:
         if self._sock is not None:
             self._selector.modify(self._sock, selectors.EVENT_READ)
             self._abandoned.append(self._sock)
-            self._sock, self._relayed = None, False
+            self._sock, self._via.active = None, False
 
     def _drain(self, sock: socket.socket) -> None:
         """Discard data from an abandoned coordinator. Close the socket if the coordinator has closed it."""
@@ -436,7 +427,9 @@ class Client:
         if self._sock is not None:
             self._selector.unregister(self._sock)
             self._sock.close()
-            self._sock, self._relayed = None, False
+            if self._via.active:
+                self._via.release(self._address)
+            self._sock, self._via.active = None, False
 
     # -- fork ---------------------------------------------------------------------------------------------------------
 
@@ -446,5 +439,6 @@ class Client:
         for sock in [*self._abandoned, *([self._sock] if self._sock else [])]:
             sock.close()  # a shutdown would affect the parent's connection
         self._selector.close()
+        self._via.close_in_child()
         os.close(self._wake_in)
         os.close(self._wake_out)

@@ -227,7 +227,10 @@ class Relay:
                 return
         worker.coordinator = coordinator
         coordinator.workers[worker.channel] = worker
-        self._tell(worker, relayed.Relaying(coordinator.reached))
+        if coordinator.reached:
+            self._reached(worker, coordinator)
+        else:
+            self._tell(worker, relayed.Relaying(reached=False))
         coordinator.say(relayed.Opened(worker.channel))
 
     def _connect(self, address: Address) -> _Coordinator:
@@ -255,8 +258,18 @@ class Relay:
             return
         coordinator.reached = True
         for worker in list(coordinator.workers.values()):
-            self._tell(worker, relayed.Relaying(reached=True))
+            self._reached(worker, coordinator)
         line.on_data(self._from_coordinator, coordinator)
+
+    def _reached(self, worker: _Worker, coordinator: _Coordinator) -> None:
+        """Send a worker the first ``Relaying(True)``, with a copy of the candidate's connection (``through_relay``)."""
+        frame = encode(relayed.Relaying(reached=True))
+        try:
+            sent = socket.send_fds(worker.line.sock, [frame], [coordinator.line.descriptor])
+        except OSError as error:
+            self._lose(worker, ended=False, reason=f"it takes no copy of the connection: {error.strerror}")
+            return
+        assert sent == len(frame)  # nothing else waits in the socket of a worker that has just connected
 
     def _from_coordinator(self, coordinator: _Coordinator) -> None:
         line = coordinator.line

@@ -365,7 +365,8 @@ class CoordinatorServer:
     def _end(self, connection: _Connection, ended: bool, reason: str) -> None:
         """Close a connection, and report its end to the coordinator.
 
-        The end of a relay is not the end of its workers, which connect directly. Until then they only count as silent.
+        A relay's workers have copies of its connection (``io.through_relay``). So its kernel closes that only when they
+        have ended, too. After another end of the connection they connect directly; until then they count as silent.
         """
         self._drop(connection)
         if (relay := connection.carries) is None:
@@ -377,8 +378,9 @@ class CoordinatorServer:
             self._was_read(relay, channel)
         for carried in relay.channels.values():
             carried.relay = None
-            if carried.number not in self.coordinator.roster.sessions:
+            if ended or carried.number not in self.coordinator.roster.sessions:
                 self._drop(carried)
+                self._handle(Closed(carried.number, ended, reason))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
