@@ -361,6 +361,27 @@ def test_a_worker_that_has_finished_is_not_lost_with_its_bye_if_the_relay(fails:
     assert run.of("left", "fault") == ["left", "left"]
 
 
+@pytest.mark.parametrize("relay", ["works", "is stopped"])
+def test_a_worker_that_leaves_does_not_wait_for_the_others(relay: str) -> None:
+    """Its launcher vouches for it, so the coordinator would talk to it for ever."""
+    settings = Settings(heartbeat_interval=0.5, heartbeat_timeout=2.0, hang_timeout=3000.0, start_timeout=3000.0)
+    run, over = Run(2, settings), threading.Event()
+    agent = NodeAgent([run.address], "n", SECRET, Quiet(), settings)
+    sessions = [run.session(number, settings) for number in range(2)]
+    join_all(sessions)
+    if relay == "is stopped":
+        run.relay._loop.call_from_thread(over.wait)
+    leaving = threading.Thread(target=sessions[1].leave_idle)
+    leaving.start()
+    leaving.join(DEADLINE)
+    assert not leaving.is_alive()
+    assert not sessions[1]._client._says_goodbye  # it has an answer, and did not only wait long enough
+    assert run.of("left", "fault") == ["left"]
+    over.set()
+    for client in (sessions[0], agent):
+        client._client.close()
+
+
 def test_a_member_is_no_relay_and_a_relay_whose_proof_is_refused_leaves_its_workers_to_themselves() -> None:
     run = Run(1)
     raw = Raw(socket.create_connection(run.address))

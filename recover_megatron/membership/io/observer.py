@@ -70,6 +70,8 @@ class Observer:
         """Send a member's last messages, and wait until the candidate has closed the connection."""
         for message in farewell:
             self._send(message)
+        with suppress(OSError):  # the candidate has closed the connection
+            self._sock.shutdown(socket.SHUT_WR)  # the candidate closes the connection at the end of file
         while True:
             self._hear(TO_MEMBER)
 

@@ -289,6 +289,8 @@ class CoordinatorServer:
         received = Received(connection.number, message)
         if not isinstance(message, to_coordinator.Ended) or not self._read_first(message.worker, received):
             self._handle(received)
+        if isinstance(message, to_coordinator.Bye) and connection.relay is not None:
+            self._end(connection, True, "it has left")  # the worker waits for this, since its relay may fail
 
     def _read_first(self, number: WorkerId, received: Received) -> bool:
         """Read all messages from a worker whose end its launcher reports, because the report may close the session.
