@@ -315,6 +315,7 @@ def test_heartbeats_that_a_relay_cannot_send_yet_are_few_and_none_comes_before_t
     for raw in (early, worker):
         raw.sock.connect("\0" + name)
         raw.send(relayed.Dial(candidate.getsockname()[:2]))
+        raw.until(b'relaying","reached":true')  # a candidate whose only worker is lost is forgotten
     relays = Raw(candidate.accept()[0])
     early.send(beat)
     assert early.is_closed()
