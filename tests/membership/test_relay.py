@@ -319,8 +319,7 @@ def test_heartbeats_that_a_relay_cannot_send_yet_are_few_and_none_comes_before_t
     relays = Raw(candidate.accept()[0])
     early.send(beat)
     assert early.is_closed()
-    challenge = wire.Challenge(wire.PROTOCOL_VERSION, "0f" * 32)
-    relays.send(challenge)
+    relays.send(challenge := wire.Challenge(wire.PROTOCOL_VERSION, "0f" * 32))
     proof = SECRET.accept(challenge.nonce, wire.AUTH.parse(relays.body() or b""))
     assert proof is not None
     relays.send(proof)

@@ -158,16 +158,19 @@ class Cluster:
     def kill_node(self, *lost: str) -> None:
         """Kill the daemons of these nodes, their stepds and all that they have started, as a loss of power does.
 
-        First those that could tell of the others' deaths: the last one of srun's two processes waits for nothing else.
+        All are stopped first, beginning with those that could report the others' deaths: the last one of srun's two
+        processes waits for nothing else. Children are killed before their parents. Else the kernel would continue a
+        stopped process group whose last parent has ended (SIGHUP, SIGCONT), and srun would then abort the step.
         """
         doomed = [pid for name in lost for pid in self.processes_of(name)]
         assert {self._daemons[name].pid for name in lost} <= {*doomed}
         order = ("slurmstepd", "slurmd", "slurm_script", "bash", "srun")
         names = {pid: _name(pid) for pid in doomed}
         ranked = {pid: order.index(names[pid]) if names[pid] in order else len(order) for pid in doomed}
-        ordered = sorted(doomed, key=lambda pid: (ranked[pid], -pid))
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # none goes on while the others are killed
-            for pid in ordered:
+        stopped_in = sorted(doomed, key=lambda pid: (ranked[pid], -pid))
+        # A child has a higher number than its parent.
+        for number, pids in ((signal.SIGSTOP, stopped_in), (signal.SIGKILL, sorted(doomed, reverse=True))):
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
                     os.kill(pid, number)
         for name in lost:

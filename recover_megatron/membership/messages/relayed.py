@@ -29,7 +29,10 @@ class Dial(f.Message, frozen=True):
 
 
 class Relaying(f.Message, frozen=True):
-    """The relay runs: sent at once, and then every ``ALIVE_SECONDS``. ``reached``: the candidate's host accepts the connection."""
+    """The relay runs: sent at once, and then every ``relay.ALIVE_SECONDS``.
+
+    ``reached``: the candidate's host has accepted the connection.
+    """
 
     reached: bool
 
