@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from recover_megatron.network.event_loop import EventLoop
 from recover_megatron.network.messages import Decoder
 
 _MOST_BUFFERS = 256  # of one system call; the kernel's limit is 1,024
+LATER = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of a call that sends data after which the same call may succeed: no room, or no memory for the kernel."""
 
 
 class Line:
@@ -58,11 +61,9 @@ class Line:
         if not self._out:
             try:
                 view = view[self.sock.send(view) :]
-            except BlockingIOError:
-                pass
             except OSError as error:
-                self._error = error  # ``receive`` raises it
-                return
+                if self._is_fatal(error):
+                    return
         if view:
             self._queue(view)
             if len(self._out) == 1:
@@ -87,6 +88,13 @@ class Line:
         self.queued = 0
         self.sock.close()
 
+    def _is_fatal(self, error: OSError) -> bool:
+        """Return False if the data can be sent later. Otherwise keep the first error, which ``receive`` raises."""
+        if error.errno in LATER:
+            return False
+        self._error = self._error or error  # after ETIMEDOUT, each further call fails with EPIPE
+        return True
+
     def _queue(self, view: memoryview) -> None:
         self._out.append(view)
         self.queued += len(view)
@@ -98,11 +106,10 @@ class Line:
         while self._out:
             try:
                 sent = self.sock.sendmsg(list(islice(self._out, _MOST_BUFFERS)))
-            except BlockingIOError:
-                self._loop.add_writer(self.descriptor, self._flush)
-                return
             except OSError as error:
-                self._error = error
+                if not self._is_fatal(error):
+                    self._loop.add_writer(self.descriptor, self._flush)
+                    return
                 self._out.clear()
                 self.queued = 0
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cluster import Cluster, cluster
@@ -454,4 +456,19 @@ def test_a_pause_of_the_whole_node_is_not_taken_for_a_silent_relay() -> None:
         client._check_relay(time.monotonic() + 31.0 + 1000.0, late=False)
         assert not client._via.name
     eventually(lambda: session._core.stage is Stage.FOLLOWING and not session._core.in_step, "it connects directly")
+    client.close()
+
+
+def test_a_message_is_not_lost_if_the_kernel_has_no_memory_to_send_it_at_once() -> None:
+    session = Run(1).session(0)
+    join_all([session])
+    client = session._client
+
+    def fail_once(_: object) -> int:
+        client._sock = sock
+        raise OSError(errno.ENOBUFS, "no memory")
+
+    with client.condition:
+        sock, client._sock = client._sock, Mock(send=fail_once)
+        session.agree(1)
     client.close()

@@ -53,6 +53,7 @@ from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, TO_MEMBER, Secret
 from recover_megatron.network import messages
 from recover_megatron.network.connection import proves
+from recover_megatron.network.line import LATER
 from recover_megatron.network.system import close_in_children
 
 MAX_REJECTIONS = 10
@@ -379,10 +380,9 @@ class Client:
         try:
             sent = self._sock.send(self._out)
             del self._out[:sent]
-        except BlockingIOError:
-            pass  # the selector reports when the socket is writable
-        except OSError:
-            self._out.clear()  # the next read of the socket reports the error
+        except OSError as error:
+            if error.errno not in LATER:  # else the selector reports when the socket is writable
+                self._out.clear()  # the next read of the socket reports the error
         if threading.current_thread() is self._thread:
             self._watch()
 
