@@ -40,7 +40,7 @@ from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.lateness import Lateness
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.messages import fields, to_coordinator, to_member
-from recover_megatron.membership.records import ADMITTED, MOST_ADDED, from_runs, to_runs
+from recover_megatron.membership.records import ADMITTED, MOST_ADDED, Address, from_runs, to_runs
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 
 
@@ -226,9 +226,6 @@ class TakeOver:
             self._roster.unbind(worker)
         else:
             self._roster.exclude(worker, reason, now)
-
-
-Address = tuple[str, int]
 
 
 class AddedCandidates:

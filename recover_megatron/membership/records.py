@@ -16,6 +16,8 @@ Json = Any
 WorkerId = NewType("WorkerId", int)
 """Permanent number of a worker of the run; not a session, rank or slot."""
 Workers = frozenset[WorkerId]
+Address = tuple[str, int]
+"""Host and port of a candidate coordinator."""
 
 
 class Runs(list[list[int]]):

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.membership.io.client import Address
 from recover_megatron.membership.io.observer import ANSWER_SECONDS, NoAnswer, Observer, OtherVersion
-from recover_megatron.membership.records import EXIT_LOST_MAJORITY, AuthenticationError
+from recover_megatron.membership.records import EXIT_LOST_MAJORITY, Address, AuthenticationError
 from recover_megatron.membership.wire import Secret, find_secret
 from recover_megatron.status.folder import (
     History,

@@ -228,7 +228,7 @@ def test_observers_that_flood_or_hang_hurt_nobody(run: Cluster) -> None:
     secret = read_secret_file(run.secret_file)
     hanging = [Observer(run.addresses[0], secret) for _ in range(2 * MAX_OBSERVERS)]
     for observer in hanging:
-        observer._send(Observe())  # and never reads
+        observer.send(Observe())  # and never reads
     flooding = Observer(run.addresses[0], secret)
     question = wire.encode(Observe())
     flood_until_closed(flooding._sock, question * 100_000)

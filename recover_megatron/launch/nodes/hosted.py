@@ -177,6 +177,9 @@ class HostedCandidate:
             self._say(f"{what}; a new one (pid {process.pid}) has taken its place")
 
 
+_DIRECTLY = "this node's workers connect to the coordinator directly"
+
+
 @dataclass(eq=False)
 class RelayProcess:
     """Relay of this node's workers (``membership/io/relay.py``), in a large run.
@@ -219,8 +222,6 @@ class RelayProcess:
         self._say(f"the relay (pid {self._process.pid}) {has_ended(status)}: {_DIRECTLY}")
         self._process, self.variables = None, {}
 
-
-_DIRECTLY = "this node's workers connect to the coordinator directly"
 
 END_SECONDS = 5.0
 """Time, in seconds, in which the exporter must report the end of the run."""

@@ -45,10 +45,10 @@ from recover_megatron.membership.events import (
     Tick,
 )
 from recover_megatron.membership.io.observer import leave_directly
-from recover_megatron.membership.io.through_relay import RELAY_SECONDS, Address, ThroughRelay
+from recover_megatron.membership.io.through_relay import RELAY_SECONDS, ThroughRelay
 from recover_megatron.membership.messages import fields, relayed, to_coordinator, to_member
 from recover_megatron.membership.messages.relayed import ToWorker
-from recover_megatron.membership.records import AuthenticationError, MembershipError
+from recover_megatron.membership.records import Address, AuthenticationError, MembershipError
 from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, TO_MEMBER, Secret
 from recover_megatron.network import messages

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 
 from recover_megatron.membership.messages import fields, to_coordinator, to_member
-from recover_megatron.membership.records import AuthenticationError, MembershipError
+from recover_megatron.membership.records import Address, AuthenticationError, MembershipError
 from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.network import messages
 from recover_megatron.network.connection import proves
 
-Address = tuple[str, int]
 ANSWER_SECONDS = 10.0
 """Default time limit for a candidate's answer to an observer."""
-
-
 LEAVE_SECONDS = 3.0
+"""Time limit for each answer to a member that leaves."""
 
 
 class NoAnswer(MembershipError):
@@ -29,7 +27,7 @@ class OtherVersion(NoAnswer):
     """A coordinator answers, but has another version of the protocol."""
 
 
-class Observer:
+class CandidateConnection:
     """Connection to the candidate at ``address``. All calls block, for at most ``timeout`` seconds each.
 
     Raises ``NoAnswer``, and ``AuthenticationError`` if the secret is not the run's secret.
@@ -49,49 +47,8 @@ class Observer:
             self.close()
             raise
 
-    def ask(self, drain: str | None = None) -> to_member.View | to_member.Stop:
-        """Return the answer; ``Stop`` if the run has ended (or ends on this side of a partition).
-
-        ``drain``: also request a drain of the node or host of that name; a candidate that does not lead ignores it.
-        """
-        self._send(to_coordinator.Observe() if drain is None else to_coordinator.Drain(drain))
-        message = self._hear(TO_MEMBER)
-        if isinstance(message, to_member.Refused):
-            raise NoAnswer(f"{self.name}: {message.reason}")
-        if not isinstance(message, to_member.View | to_member.Stop):
-            raise NoAnswer(f"{self.name} sent an unexpected {message.kind!r}")
-        return message
-
-    def close(self) -> None:
-        """Close the connection. This has no effect on the run."""
-        self._sock.close()
-
-    def leave(self, farewell: Sequence[fields.Message]) -> None:
-        """Send a member's last messages, and wait until the candidate has closed the connection."""
-        for message in farewell:
-            self._send(message)
-        with suppress(OSError):  # the candidate has closed the connection
-            self._sock.shutdown(socket.SHUT_WR)  # the candidate closes the connection at the end of file
-        while True:
-            self._hear(TO_MEMBER)
-
-    def _shake_hands(self, secret: Secret) -> None:
-        challenge = self._hear(messages.CHALLENGE)
-        if challenge.version != messages.PROTOCOL_VERSION:
-            text = f"{self.name} has protocol version {challenge.version}, this program {messages.PROTOCOL_VERSION}"
-            raise OtherVersion(f"{text}: use the recover-status that belongs to the run")
-        auth, expected = secret.answer(challenge)
-        self._send(auth)
-        try:
-            proof = self._hear(messages.PROOF)
-        except NoAnswer as error:
-            if "closed the connection" not in str(error):
-                raise
-            raise AuthenticationError(f"{self.name} rejects the secret: it is not the secret of this run") from error
-        if not proves(proof.mac, expected):
-            raise AuthenticationError(f"{self.name} does not know the secret: it is not a coordinator of this run")
-
-    def _send(self, message: fields.Message) -> None:
+    def send(self, message: fields.Message) -> None:
+        """Send a message. Returns also if the candidate has closed the connection, because ``hear`` says so."""
         try:
             self._sock.settimeout(self._timeout)
             self._sock.sendall(messages.encode(message, messages.MAX_HANDSHAKE))
@@ -100,7 +57,8 @@ class Observer:
             if not isinstance(error, ConnectionError):
                 raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
 
-    def _hear[T](self, schema: messages.Schema[T]) -> T:
+    def hear[T](self, schema: messages.Schema[T]) -> T:
+        """Return the next message, which must arrive within ``timeout`` seconds."""
         until = time.monotonic() + self._timeout
         try:
             while (message := self._decoder.message(schema)) is None:
@@ -119,8 +77,57 @@ class Observer:
             raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
         return message
 
+    def end_sending(self) -> None:
+        """Send an end of file; the candidate then closes the connection."""
+        with suppress(OSError):  # it has closed the connection
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+    def _shake_hands(self, secret: Secret) -> None:
+        challenge = self.hear(messages.CHALLENGE)
+        if challenge.version != messages.PROTOCOL_VERSION:
+            text = f"{self.name} has protocol version {challenge.version}, this program {messages.PROTOCOL_VERSION}"
+            raise OtherVersion(f"{text}: use the recover-status that belongs to the run")
+        auth, expected = secret.answer(challenge)
+        self.send(auth)
+        try:
+            proof = self.hear(messages.PROOF)
+        except NoAnswer as error:
+            if "closed the connection" not in str(error):
+                raise
+            raise AuthenticationError(f"{self.name} rejects the secret: it is not the secret of this run") from error
+        if not proves(proof.mac, expected):
+            raise AuthenticationError(f"{self.name} does not know the secret: it is not a coordinator of this run")
+
+
+class Observer(CandidateConnection):
+    """Connection of an observer, which has no effect on the run."""
+
+    def ask(self, drain: str | None = None) -> to_member.View | to_member.Stop:
+        """Return the answer; ``Stop`` if the run has ended (or ends on this side of a partition).
+
+        ``drain``: also request a drain of the node or host of that name; a candidate that does not lead ignores it.
+        """
+        self.send(to_coordinator.Observe() if drain is None else to_coordinator.Drain(drain))
+        message = self.hear(TO_MEMBER)
+        if isinstance(message, to_member.Refused):
+            raise NoAnswer(f"{self.name}: {message.reason}")
+        if not isinstance(message, to_member.View | to_member.Stop):
+            raise NoAnswer(f"{self.name} sent an unexpected {message.kind!r}")
+        return message
+
 
 def leave_directly(address: Address, secret: Secret, farewell: Sequence[fields.Message]) -> None:
-    """Send the messages of a member that leaves to the candidate at ``address``, if that answers within seconds."""
-    with suppress(NoAnswer, AuthenticationError), closing(Observer(address, secret, LEAVE_SECONDS)) as connection:
-        connection.leave(farewell)
+    """Send a member's last messages to the candidate at ``address``, and wait until it has closed the connection.
+
+    Returns also if the candidate does not answer within LEAVE_SECONDS.
+    """
+    with suppress(NoAnswer, AuthenticationError), closing(CandidateConnection(address, secret, LEAVE_SECONDS)) as peer:
+        for message in farewell:
+            peer.send(message)
+        peer.end_sending()
+        while True:
+            peer.hear(TO_MEMBER)

@@ -23,11 +23,11 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from recover_megatron.membership.io.client import Address
 from recover_megatron.membership.messages import relayed
 from recover_megatron.membership.messages.fields import Message
 from recover_megatron.membership.messages.to_coordinator import Heartbeat
 from recover_megatron.membership.messages.to_member import Beat
+from recover_megatron.membership.records import Address
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, MAX_TO_MEMBER, TO_RELAY, Secret, find_secret
 from recover_megatron.network.connection import proves
 from recover_megatron.network.event_loop import EventLoop

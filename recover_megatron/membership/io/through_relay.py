@@ -13,7 +13,8 @@ import socket
 import time
 from contextlib import suppress
 
-Address = tuple[str, int]
+from recover_megatron.membership.records import Address
+
 RELAY_SECONDS = 1.5
 """Seconds of silence after which a member leaves its relay, which sends a message every half second."""
 
