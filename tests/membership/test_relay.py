@@ -24,11 +24,12 @@ from test_road import PATIENT, SECRET, Quiet
 from recover_megatron.membership import Session
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.io import relay as program
+from recover_megatron.membership.io.observer import leave_directly
 from recover_megatron.membership.io.server import CoordinatorServer
 from recover_megatron.membership.messages import relayed
-from recover_megatron.membership.messages.fields import NOTHING
-from recover_megatron.membership.messages.to_coordinator import Attach, Done, Heartbeat
-from recover_megatron.membership.records import CoordinatorLost, Settings, WorkerId
+from recover_megatron.membership.messages.fields import NOTHING, Presented
+from recover_megatron.membership.messages.to_coordinator import Attach, Bye, Done, Heartbeat
+from recover_megatron.membership.records import CoordinatorLost, Presentation, Settings, WorkerId
 from recover_megatron.membership.sides.follower import Stage
 from recover_megatron.membership.sides.node_agent import NodeAgent
 from recover_megatron.membership.wire import FROM_RELAY, MAX_TO_COORDINATOR, TO_RELAY, Secret
@@ -472,3 +473,11 @@ def test_a_message_is_not_lost_if_the_kernel_has_no_memory_to_send_it_at_once() 
         sock, client._sock = client._sock, Mock(send=fail_once)
         session.agree(1)
     client.close()
+
+
+def test_a_worker_of_a_large_run_leaves_directly_with_all_that_it_knows() -> None:
+    """What it presents grows with the number of dead workers, beyond the limit of a message before the proof."""
+    run = Run(4000)
+    known = Presented.of(Presentation(dead=frozenset(map(WorkerId, range(1, 4000, 2)))))
+    leave_directly(run.address, SECRET, [Attach(WorkerId(0), "0f" * 16, "host", 1, known, done=0), Bye(0)])
+    eventually(lambda: run.of("left") == ["left"], "it has left")

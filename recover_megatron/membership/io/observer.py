@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 
 from recover_megatron.membership.messages import fields, to_coordinator, to_member
 from recover_megatron.membership.records import Address, AuthenticationError, MembershipError
-from recover_megatron.membership.wire import TO_MEMBER, Secret
+from recover_megatron.membership.wire import MAX_TO_COORDINATOR, TO_MEMBER, Secret
 from recover_megatron.network import messages
 from recover_megatron.network.connection import proves
 
@@ -51,7 +51,7 @@ class CandidateConnection:
         """Send a message. Returns also if the candidate has closed the connection, because ``hear`` says so."""
         try:
             self._sock.settimeout(self._timeout)
-            self._sock.sendall(messages.encode(message, messages.MAX_HANDSHAKE))
+            self._sock.sendall(messages.encode(message, MAX_TO_COORDINATOR))
         except OSError as error:
             # Messages that the candidate sent before it closed must still be read: one may be ``stop``.
             if not isinstance(error, ConnectionError):
