@@ -3,8 +3,8 @@
 Usage: agreeing.py ITERATIONS STEP_SECONDS [--recover ...]. A worker prints JSON lines: who it is, its plans, and what
 it ends with. In the environment:
 
-AGREEING_STRIKES   what is to happen, a JSON list of [worker, iteration (0: its first), how]: "kill"; "fault", an
-                   exception that is told; or an exit code
+AGREEING_STRIKES   what is to happen, a JSON list of [worker, iteration (0: its first), how]: "kill"; "stop";
+                   "fault", an exception that is told; or an exit code
 AGREEING_AWAITS    how many newcomers must have been in one plan before the iterations are counted; or a JSON list of
                    workers that must
 AGREEING_UNTIL     a file: before it is there the iterations are not counted, so the run does not end
@@ -39,6 +39,9 @@ def strike(session: Session, iteration: int) -> None:
             tell("strikes", how=how)
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+                continue
             if how == "fault":
                 session.report_exception(iteration, None, "ValueError: no such token", "", worker)
                 os._exit(1)

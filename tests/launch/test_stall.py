@@ -13,18 +13,17 @@ from tests.harness.processes import alive, children, command_line
 from tests.harness.waiting import eventually
 
 from .conftest import SECRET, Bench, Launch
-from .test_newcomers import AGREEING, HELD, SCRIPT, plans, training
+from .test_newcomers import AGREEING, HELD, SCRIPT, awaits, plans, training
 from .test_newcomers import TIMES as LONGER_TIMES
 
 TIMES = [*LONGER_TIMES, "--recover-hang-timeout", patient(4)]
 
 
 def stalled(bench, *flags: object):
-    """A launch of four workers, of which three are stopped in the middle of it."""
-    launch = training(bench, 4, 0, AGREEING, 10, 0.05, "--recover", *TIMES, *flags)
+    """A launch of four workers, of which three stop before they have finished the same iteration."""
+    stop = {**HELD, **awaits(0, [[worker, 4, "stop"] for worker in range(3)])}
+    launch = training(bench, 4, 0, AGREEING, 10, 0.05, "--recover", *TIMES, *flags, environment=stop)
     pids = [worker["pid"] for worker in bench.workers(count=4)[:3]]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
     launch.wait_for("STALLED")
     bench.go()
     return launch, pids
