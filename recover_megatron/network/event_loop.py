@@ -19,9 +19,20 @@ epoll object, too, and the parent's loop is woken by no other thread any more.
 from __future__ import annotations
 
 import asyncio
+import select
 import selectors
 from collections.abc import Callable
 from contextlib import suppress
+
+
+def is_ready(descriptor: int, seconds: float | None = 0.0, events: int = select.POLLIN) -> bool:
+    """Return whether a descriptor is ready, or its other side closed, within ``seconds`` (None: without limit).
+
+    ``select.select`` refuses descriptors above 1,023, which a process with many connections has.
+    """
+    poll = select.poll()
+    poll.register(descriptor, events)
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
 class _Selector(selectors.EpollSelector):

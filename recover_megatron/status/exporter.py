@@ -232,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     exporter = Exporter(args)
     exporter.look()
-    while not select.select([args.end_fd], [], [], INTERVAL)[0]:
+    end = select.poll()  # select() refuses large descriptors, which a launcher with many workers has
+    end.register(args.end_fd, select.POLLIN)
+    while not end.poll(1000 * INTERVAL):
         exporter.look()
     exporter.look(last=True)
     exporter.close()

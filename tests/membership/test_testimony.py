@@ -33,6 +33,7 @@ from recover_megatron.membership.io.testimony import (
     pod_has_ended,
     slurm_states,
 )
+from recover_megatron.network.system import use_all_descriptors
 from tests.harness.processes import closed_port
 from tests.harness.waiting import DEADLINE
 
@@ -87,6 +88,15 @@ def test_scontrol_is_asked_for_the_nodes_and_without_the_secret(
     scontrol(f'echo "$@ $RECOVER_SECRET" >{tmp_path}/asked; cat {tmp_path}/answer')
     assert Slurm().look(["n2", "n1", "n9"]) == {"n1": False, "n2": True}
     assert (tmp_path / "asked").read_text().split() == ["--oneliner", "show", "node", "n1,n2,n9"]
+
+
+def test_the_coordinator_of_a_large_run_whose_descriptors_are_large_can_ask(scontrol: Callable[[str], None]) -> None:
+    use_all_descriptors()
+    scontrol(f"echo '{LINE.format(name='n1', state='IDLE+POWERED_DOWN', reason='')}'")
+    with contextlib.ExitStack() as stack:
+        for _ in range(1024):
+            stack.enter_context(open(os.devnull))
+        assert Slurm().look(["n1"]) == {"n1": True}
 
 
 def test_a_scontrol_that_fails_is_no_answer_though_somebody_else_has_taken_its_exit_code(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from recover_megatron.network import event_loop
 from recover_megatron.network.event_loop import EventLoop
 
 
@@ -79,3 +81,9 @@ def test_a_thread_may_still_call_when_the_loop_is_closed(loop: EventLoop) -> Non
 def test_a_round_ends_when_its_time_is_over(loop: EventLoop) -> None:
     loop.call_later(3600, pytest.fail)
     loop.run_once(0)
+
+
+def test_no_module_calls_select_which_refuses_large_descriptors() -> None:
+    """The reaper's only descriptor is 0. All others use ``is_ready``, a poll or a selector."""
+    package = Path(event_loop.__file__).parents[1]
+    assert [path.name for path in package.rglob("*.py") if "select.select([" in path.read_text()] == ["reaper.py"]

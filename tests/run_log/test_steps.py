@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 import pytest
 
+from recover_megatron.network.event_loop import is_ready
 from recover_megatron.run_log import events, steps
 from recover_megatron.run_log.events import EventsFile, Lines, read_events, read_run_events
 from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, not_shown, read_steps, violations
@@ -356,7 +356,7 @@ def test_a_writer_that_follows_another_one_reads_nothing_in_a_pipe_which_has_no_
     os.mkfifo(path)
     descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     EventsFile(path).append("plan", epoch=2)
-    assert select.select([descriptor], [], [], DEADLINE)[0] == [descriptor]
+    assert is_ready(descriptor, DEADLINE)
     assert json.loads(os.read(descriptor, 1000))["epoch"] == 2
     os.close(descriptor)
 

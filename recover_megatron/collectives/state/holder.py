@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import select
 import socket
 import struct
 import threading
@@ -38,6 +37,7 @@ from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pair, Pairs
 from recover_megatron.collectives.state.transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
 from recover_megatron.collectives.state.trees import flatten
 from recover_megatron.logger import get_logger
+from recover_megatron.network.event_loop import is_ready
 from recover_megatron.network.peer_store import Streams
 from recover_megatron.network.system import watch
 
@@ -193,7 +193,7 @@ class Offers:
                     if not self._offers[key].valid:
                         raise ConnectionResetError("the offer of the requested state was withdrawn")
                     return self._offers[key]
-            if select.select([sock], [], [], 0)[0]:  # before the hello, only a closed connection becomes readable
+            if is_ready(sock.fileno()):  # before the hello, only a closed connection becomes readable
                 raise ConnectionResetError("the worker that requested a state closed the connection")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from recover_megatron.launch.workers.dying import FatalError
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
-from recover_megatron.network.event_loop import EventLoop
+from recover_megatron.network.event_loop import EventLoop, is_ready
 
 MOST_PENDING = 1024 * 1024
 """Bytes that may wait for the reader of the launcher's output; if more wait, the workers' pipes are not read."""
@@ -114,7 +114,7 @@ class Sink:
             try:
                 written = os.write(self._descriptor, data[:_MOST_AT_ONCE])
             except BlockingIOError:  # another process has made the terminal non-blocking
-                select.select([], [self._descriptor], [])
+                is_ready(self._descriptor, None, select.POLLOUT)
                 continue
             except OSError:
                 # The reader is gone (closed pipe, lost terminal, full disk).  The run and the logs continue.

@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import select
 import selectors
 import signal
 import sys
@@ -28,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recover_megatron.network.event_loop import EventLoop
+from recover_megatron.network.event_loop import EventLoop, is_ready
 from recover_megatron.network.system import lacking
 from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WITHOUT_VARIABLE, WORKER_ID_VARIABLE
 
@@ -186,9 +185,7 @@ class Child:
 
     def wait(self, seconds: float) -> None:
         """Wait until the child has ended, at most ``seconds``."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        poll.poll(1000 * seconds)
+        is_ready(self._pidfd, seconds)
 
 
 def program(module: str, *options: str) -> list[str]:

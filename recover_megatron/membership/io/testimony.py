@@ -16,7 +16,6 @@ import json
 import os
 import queue
 import re
-import select
 import shutil
 import signal
 import ssl
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from recover_megatron.membership.events import Statement
+from recover_megatron.network.event_loop import is_ready
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SLURM, KUBERNETES = "slurm", "kubernetes"
@@ -165,7 +165,7 @@ def _read(descriptor: int, until: float, what: str) -> str:
     """Return all output up to the end of file. Raises NoAnswer after ``until``, or if it exceeds ``MOST_BYTES``."""
     output = bytearray()
     while (left := until - time.monotonic()) > 0:
-        if not select.select([descriptor], [], [], left)[0]:
+        if not is_ready(descriptor, left):
             break
         piece = os.read(descriptor, 1 << 16)
         if not piece:
