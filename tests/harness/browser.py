@@ -13,7 +13,6 @@ import base64
 import contextlib
 import json
 import os
-import select
 import shlex
 import shutil
 import signal
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.network.event_loop import is_ready
 from tests.harness.patience import patient
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -162,7 +162,7 @@ class Browser:
     def _hear(self, end: float) -> dict[str, Any]:
         """The next message, which is an answer or tells of something."""
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._from], [], [], max(0.0, end - time.monotonic()))
+            ready = is_ready(self._from, max(0.0, end - time.monotonic()))
             data = os.read(self._from, 1 << 20) if ready else b""
             assert data, f"the browser {'has ended' if ready else 'does not answer'}"
             self._rest += data

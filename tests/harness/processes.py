@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
+from recover_megatron.network.event_loop import is_ready
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
@@ -92,7 +92,7 @@ def ends_within(child: int, seconds: float) -> bool:
     """Whether a child of this process ends in so many seconds of an idle machine; it stays to be waited for."""
     handle = os.pidfd_open(child)
     try:
-        return bool(select.select([handle], [], [], patient(seconds))[0])
+        return is_ready(handle, patient(seconds))
     finally:
         os.close(handle)
 

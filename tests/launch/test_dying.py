@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import queue
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.io.session import Session
 from recover_megatron.network import death_notice, system
 from recover_megatron.network.death_notice import DeathWatch
-from recover_megatron.network.event_loop import EventLoop
+from recover_megatron.network.event_loop import EventLoop, is_ready
 from recover_megatron.status.model import Gone, _ended
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
@@ -77,7 +76,7 @@ class Started:
 
     @property
     def has_gone(self) -> bool:
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        return is_ready(self.pidfd)
 
     def go(self, says: bytes = b"") -> None:
         assert self.process.stdin is not None
@@ -239,7 +238,7 @@ def test_what_a_dying_worker_has_started_is_killed_with_it(start: Start) -> None
     child = os.pidfd_open(int(worker.process.stdout.readline()))
     worker.told.get(timeout=DEADLINE)
     assert fence(worker, ending(worker.pid)) in ("exit code 1", dying.UNKNOWN)
-    assert select.select([child], [], [], DEADLINE)[0], "it has ended"
+    assert is_ready(child, DEADLINE), "it has ended"
     os.close(child)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from recover_megatron.launch.command_line.script import Script
 from recover_megatron.launch.command_line.spec import HostLimits
 from recover_megatron.launch.workers import processes
 from recover_megatron.network import system
+from recover_megatron.network.event_loop import is_ready
 from recover_megatron.network.system import TaskLimit
 from tests.harness import REPOSITORY
 from tests.harness.processes import alive
@@ -233,9 +233,9 @@ def no_pidfds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_thread_tells_of_an_end_and_leaves_the_child_to_be_reaped(no_pidfds: None) -> None:
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
     ends = processes.open_pidfd(pid)
-    assert not select.select([ends], [], [], 0)[0]
+    assert not is_ready(ends)
     os.kill(pid, signal.SIGTERM)
-    assert select.select([ends], [], [], 30)[0] == [ends]
+    assert is_ready(ends, 30)
     assert processes.reap(pid) == -signal.SIGTERM
     os.close(ends)
 
@@ -265,7 +265,7 @@ def test_a_process_is_ended_by_its_pid_where_a_filter_refuses_signals_by_pidfd(
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
     try:
         processes._kill(processes.process_table()[pid])
-        assert select.select([os.pidfd_open(pid)], [], [], DEADLINE)[0], "it has ended"
+        assert is_ready(os.pidfd_open(pid), DEADLINE), "it has ended"
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

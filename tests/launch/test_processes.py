@@ -35,7 +35,7 @@ from recover_megatron.launch.workers.signals import LaunchSignals
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.network import system
-from recover_megatron.network.event_loop import EventLoop
+from recover_megatron.network.event_loop import EventLoop, is_ready
 from tests.harness.processes import children, environment
 from tests.harness.waiting import eventually
 
@@ -172,9 +172,9 @@ def test_a_launcher_that_is_killed_with_words_of_its_reaper_unread_is_heard_to_b
     ):
         ours.send(b"a launch")
         socket.send_fds(ours, [b"+7"], [read])
-        select.select([], [write], [])  # the reaper has read what the launcher does not
+        is_ready(write, None, select.POLLOUT)  # the reaper has read what the launcher does not
         beat(pulse)
-        select.select([ours], [], [])  # which is left unread
+        is_ready(ours.fileno(), None)  # which is left unread
         ours.send(b"+8")
         ours.close()
         assert reaper.stderr.read() == "a launch 7 8\n"
@@ -317,7 +317,7 @@ def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kil
         table.signal([worker], number)
     else:
         os.kill(pid, number)
-    select.select([table._handles[0].pidfd], [], [])
+    is_ready(table._handles[0].pidfd, None)
     table.reap(worker)
     os.close(table._handles[0].pidfd)
     assert (worker.signal, worker.kernel, worker.note, closed) == (number, told, "", [True])
