@@ -1,4 +1,5 @@
-"""Compare the seconds from the launch to the end of the first iteration, with recover-run and with torchrun.
+"""Compare the seconds from the launch to the end of the first iteration, with torchrun and with
+recover-run.
 
     python benchmarks/bench_startup.py --workers 1 4 8 --repeat 3
 
@@ -30,6 +31,7 @@ FLAGS = [*COMMON, *MODELS["toy"].argv, *SHORT.split()]
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{workers}"],
     "recover-run": ["-m", "recover_megatron.launch", "--nproc-per-node", "{workers}"],
+    "recover-run --fork-workers": ["-m", "recover_megatron.launch", "--fork-workers", "--nproc-per-node", "{workers}"],
 }
 
 
@@ -71,7 +73,7 @@ def main() -> None:
             for launcher in LAUNCHERS:
                 seconds = seconds_to_first_iteration(launcher, workers, options.timeout)
                 rows.append({"launcher": launcher, "workers": workers, "repeat": repeat, "seconds": seconds})
-                print(f"{launcher:20} {workers} workers: {seconds:6.2f} s", file=sys.stderr, flush=True)
+                print(f"{launcher:26} {workers} workers: {seconds:6.2f} s", file=sys.stderr, flush=True)
 
     print()
     head("workers", *LAUNCHERS)

@@ -42,7 +42,10 @@ DEATH_NOTICE_VARIABLE = "RECOVER_DEATH_NOTICE"
 """Name and path of the memory page that shows a worker's death to its launcher at once (``network/death_notice.py``).
 """
 PREPARED_VARIABLE = "RECOVER_PREPARED"
-"""Descriptor of the pipe by which a prepared process gets its environment (``network/handover.py``)."""
+"""Descriptor of the pipe by which a prepared process gets its environment (``network/handover.py``), or of the socket
+by which a fork server gets requests (``network/fork_server.py``)."""
+ROOM_VARIABLE = "RECOVER_ROOM"
+"""Room for variables that /proc/PID/environ shows when a prepared process has become a worker."""
 ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
 """Number of earlier attempts to start the run; only the launcher reads it."""
 WITHOUT_VARIABLE = "RECOVER_START_WITHOUT"

@@ -97,6 +97,17 @@ def not_prepared(process: WorkerProcess, why: str) -> str:
     return f"no process can be prepared to be worker {process.worker_id} on {process.host} ({why}); {NOT_PREPARED}"
 
 
+def fork_server_ended(process: WorkerProcess, cause: str) -> str:
+    """Return the end of the fork server in words; ``cause``: see ``cause_of``."""
+    why = f" ({cause})" if cause else ""
+    return f"the fork server, process {process.pid}, {_outcome(process)} after {seconds(process)}{why}"
+
+
+def forks_no_worker(server: WorkerProcess, why: str) -> str:
+    """Return the log line about a fork server that cannot fork workers."""
+    return f"{server.host}: {why}; from now on each worker is a new process, which imports the program itself"
+
+
 NOT_PREPARED = "the run goes on, and the next replacement starts without preparation"
 
 

@@ -108,6 +108,7 @@ class Supervisor:
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself for another value")
         if not self._spec.control_plane:
             self._console.say(messages.NO_CONTROL_PLANE)
+        self._successors.begin(self._environment.shared, self.start_workers_if_ready)
         self._table.add(successors.launched(self._spec))
         self._peers.join()
         if self._spec.nnodes == 1:
@@ -201,7 +202,7 @@ class Supervisor:
             return
         if not self._table.all:  # this launcher joins a run, and does not know yet which worker ids are free
             return
-        if self._spec.control_plane and not self._control.is_open:
+        if self._successors.fork_server.importing or (self._spec.control_plane and not self._control.is_open):
             return
         if reason := self._folder.share(self._peers.run_id):
             self._stop(reason, REFUSED)
@@ -217,7 +218,7 @@ class Supervisor:
 
     def _start_worker(self, worker: WorkerProcess) -> None:
         """Start the process of ``worker``.  Raises OSError."""
-        pid = self._table.start(worker, self._environment.of(worker), self._successors.prepared.take)
+        pid = self._table.start(worker, self._environment.of(worker), self._successors.take)
         self._control.agent.spawned(worker.worker_id, pid)
         self._late.started(worker)
 
@@ -325,7 +326,7 @@ class Supervisor:
         self._start_up.others_lost()
 
     def _own_workers_ended(self) -> None:
-        self._successors.prepared.end()
+        self._successors.end_waiting()
         self._signals.handle_pending()  # SLURM sends a signal to all processes: it may be what has ended the workers
         if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
             self._end()
@@ -399,7 +400,7 @@ class Supervisor:
         grace = self._spec.grace_seconds if grace is None else min(grace, self._spec.grace_seconds)
         then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {grace:g} s"
         self._console.say(reason + (then if running and not again else ""))
-        self._successors.prepared.end()
+        self._successors.end_waiting()
         self._shutdown.begin(grace, at_once=again)
         if not running:
             self._own_workers_ended()

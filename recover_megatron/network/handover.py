@@ -14,16 +14,23 @@ prepared, the signals that the launcher blocks in it have no effect: SLURM sends
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import select
 import signal
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
-from recover_megatron.variables import PREPARED_VARIABLE
+from recover_megatron.variables import PREPARED_VARIABLE, ROOM_VARIABLE, WORKER_ID_VARIABLE
 
 LARGEST = 32 * 1024
 """Largest number of bytes of the changes; a new pipe accepts more without blocking."""
+ROOM = " " * 200
+"""Value of ROOM_VARIABLE while the process waits."""
+SHOWN = (WORKER_ID_VARIABLE, "RANK", "LOCAL_RANK")
+"""Variables that /proc/PID/environ shows in the place of ROOM_VARIABLE, as it does for a new process."""
 
 
 class Handover:
@@ -86,6 +93,7 @@ def wait(environ: MutableMapping[str, str] = os.environ) -> None:
             environ[name] = value
         else:
             environ.pop(name, None)
+    _show({name: value for name, value in changes.items() if name in SHOWN})
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     sent = {}
     while waited and (info := signal.sigtimedwait(blocked, 0)) is not None:
@@ -94,3 +102,17 @@ def wait(environ: MutableMapping[str, str] = os.environ) -> None:
         if sender == os.getppid():  # the launcher signals workers only, so it has sent this one after the environment
             os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+
+
+def _show(variables: Mapping[str, str]) -> None:
+    """Write ``variables`` into the memory that /proc/PID/environ shows, over ROOM_VARIABLE, if the kernel permits it.
+
+    The launcher looks there for processes that a worker left behind, and users look for a worker's rank.
+    """
+    room = f"{ROOM_VARIABLE}={ROOM}".encode()
+    with contextlib.suppress(OSError, ValueError):
+        start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+        at = ctypes.string_at(start, end - start).find(room) if 0 < start < end else -1
+        text = b"\0".join(f"{name}={value}".encode() for name, value in variables.items())
+        if at >= 0 and len(text) <= len(room):
+            ctypes.memmove(start + at, text.ljust(len(room), b"\0"), len(room))

@@ -228,6 +228,11 @@ def _check_newcomers(spec: LaunchSpec) -> tuple[dict[str, Any], list[str]]:
             "--max-restarts: workers can be replaced only in a run with --recover among the script's arguments, or "
             "with --elastic; in any other run leave --max-restarts out"
         )
+    if spec.fork_workers and not spec.waits:
+        reasons.append(
+            "--fork-workers: only a Python script that imports load() of recover_megatron at its top level, as "
+            "pretrain_gpt_recover.py does, can be imported before its workers start; leave --fork-workers out"
+        )
     fields, mistakes = _check_device_test(spec)
     reasons += mistakes
     if not spec.join:

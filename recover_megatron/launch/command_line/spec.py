@@ -119,6 +119,12 @@ class LaunchSpec:
         check=whole(0, 1),
         docs="[get workers back](operations.md#get-workers-back)",
     )
+    fork_workers: bool = option(
+        False,
+        "with pretrain_gpt_recover.py: import Megatron once on this node, in a process from which all workers are "
+        "forked, also replacements; they start sooner and share memory",
+        docs="[start sooner](operations.md#start-sooner)",
+    )
     relay_from: int = option(
         512,
         "smallest number of the run's workers at which one relay process on each node carries the connections of the "
@@ -275,11 +281,16 @@ class LaunchSpec:
 
     @property
     def prepares(self) -> bool:
-        """True if this launcher may start a process before a replacement is needed: the script must wait in ``load``.
+        """True if this launcher may start a process before a replacement is needed."""
+        return bool(self.max_restarts and self.prepared_workers and self.waits)
+
+    @property
+    def waits(self) -> bool:
+        """True if the script waits in ``load`` if it is started before a worker is needed.
 
         Not with ``--no-python``: a wrapper program may choose the worker's device or cores when it is started.
         """
-        return bool(self.max_restarts and self.prepared_workers and not self.no_python and self.script.loads)
+        return not self.no_python and self.script.loads
 
     @property
     def starts(self) -> int:

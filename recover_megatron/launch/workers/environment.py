@@ -23,12 +23,14 @@ from recover_megatron.variables import (
     PREPARED_VARIABLE,
     RELAY_VARIABLE,
     REPLACED_VARIABLE,
+    ROOM_VARIABLE,
     SPARE_VARIABLE,
     WORKER_ID_VARIABLE,
 )
 
 _ANOTHER_LAUNCHERS = (
-    LOG_DIR_VARIABLE, JOIN_VARIABLE, PREPARED_VARIABLE, RELAY_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE,
+    LOG_DIR_VARIABLE, JOIN_VARIABLE, PREPARED_VARIABLE, RELAY_VARIABLE, REPLACED_VARIABLE,
+    ROOM_VARIABLE, SPARE_VARIABLE,
 )  # fmt: skip
 """Variables that another launcher may have left in this launcher's environment."""
 
@@ -100,8 +102,9 @@ class WorkerEnvironment:
     """Function that returns the id of the run, the same on all nodes."""
 
     def __post_init__(self) -> None:
-        self._shared = launch_environment(self._spec)
-        self._overruled = variables.overrule(self._shared) if self._spec.control_plane else []
+        self.shared = launch_environment(self._spec)
+        """Variables that are the same for all workers of this node, and are known when the launch starts."""
+        self._overruled = variables.overrule(self.shared) if self._spec.control_plane else []
         self._network: dict[str, str] | None = None
 
     def of(self, worker: WorkerProcess) -> dict[str, str]:
@@ -111,7 +114,7 @@ class WorkerEnvironment:
                 self._say(line)
             self._network = self._choose_interface()
         own = worker_variables(self._spec, worker, self._run_id())
-        found = {**self._shared, **self._control(), **own, **self._network}
+        found = {**self.shared, **self._control(), **own, **self._network}
         if self._spec.elastic and JOIN_VARIABLE in own:  # init_process_group() must fail instead of waiting for ever
             del found["MASTER_ADDR"], found["MASTER_PORT"]
         return found

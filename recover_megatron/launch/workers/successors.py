@@ -37,9 +37,9 @@ from recover_megatron.launch import messages
 from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.device_test import DeviceTests
 from recover_megatron.launch.nodes.control_plane import ControlPlane
-from recover_megatron.launch.workers.prepared import Prepared
+from recover_megatron.launch.workers.prepared import ForkServer, Prepared
 from recover_megatron.launch.workers.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState
-from recover_megatron.launch.workers.worker_table import WorkerTable
+from recover_megatron.launch.workers.worker_table import FORK_SERVER, WorkerTable
 from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
 from recover_megatron.network.event_loop import EventLoop
@@ -156,10 +156,31 @@ class Successors:
 
     def __post_init__(self) -> None:
         self.prepared = Prepared(self._loop, self._table, self._say, self._environment)
+        self.fork_server = ForkServer(self._loop, self._table, self._say)
         self._replacements = Replacements(self._spec)
         self._stopped = False
         self._waiting: list[WorkerProcess] = []
         self._tests = DeviceTests(self._loop, self._spec.device_test_argv, self._spec.device_test_timeout)
+
+    def begin(self, environment: Mapping[str, str], settled: Callable[[], None]) -> None:
+        """Start the fork server, with --fork-workers; ``settled`` is called when workers need not wait for it any more.
+
+        ``environment``: variables that are the same for all workers of this node.
+        """
+        spec = self._spec
+        if spec.fork_workers:
+            server = WorkerProcess(FORK_SERVER, None, spec.host, WorkerState.STARTING, spec.node_rank, 0)
+            self.fork_server.begin(server, environment, settled)
+
+    def take(self, worker: WorkerProcess, environment: Mapping[str, str]) -> bool:
+        """Make a process that has imported the program the process of ``worker``.  Return False if there is none."""
+        source = self.fork_server if self.fork_server.alive else self.prepared
+        return source.take(worker, environment)
+
+    def end_waiting(self) -> None:
+        """End the processes that wait to become workers, or to fork them: no further worker will start."""
+        self.prepared.end()
+        self.fork_server.end()
 
     def evict(self, worker_id: int) -> None:
         """Record that the coordinator has evicted ``worker_id``, so that it is not replaced."""
@@ -180,6 +201,10 @@ class Successors:
 
         ``planned``: workers that were in any plan of the run.  Called after each plan.
         """
+        if self.fork_server.alive:
+            if not self._spec.max_restarts:
+                self.fork_server.end()
+            return
         spec, starting = self._spec, [worker for worker in self._table.live if worker.worker_id not in planned]
         if not spec.coordinators:
             starting = [worker for worker in starting if worker.rank is not None]  # a spare waits for a place

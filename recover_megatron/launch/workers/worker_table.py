@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from recover_megatron.launch.command_line.spec import LaunchSpec
 from recover_megatron.launch.workers import processes
@@ -27,11 +28,15 @@ from recover_megatron.launch.workers.output import Console, LogFile, Stream
 from recover_megatron.launch.workers.processes import find_launch, kill_found, spawn
 from recover_megatron.launch.workers.reaper import Reaper
 from recover_megatron.launch.workers.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
-from recover_megatron.membership.records import ranges
+from recover_megatron.membership.records import WorkerId, ranges
 from recover_megatron.network import system
 from recover_megatron.network.death_notice import FATAL, DeathWatch
 from recover_megatron.network.event_loop import EventLoop
 
+FORK_SERVER = WorkerId(-1)
+"""Worker id in the record of a fork server (prepared.py), which is no worker."""
+MakeProcess = Callable[[int, int], tuple[int, int]]
+"""Function that starts a process, given its stdout and stderr, and returns its pid and a pidfd; raises OSError."""
 TakePrepared = Callable[[WorkerProcess, Mapping[str, str]], bool]
 """Function that makes a prepared process the process of a worker with an environment; see ``prepared.Prepared.take``.
 """
@@ -124,7 +129,7 @@ class WorkerTable:
         variables = {**environment, **(notice.variables if notice is not None else {})}
         try:
             if not take_prepared(worker, variables):
-                self.spawn(worker, variables)
+                self.spawn(worker, self.new(variables))
         except OSError:
             watch.close()
             raise
@@ -140,21 +145,31 @@ class WorkerTable:
         self._loop.add_reader(handles.pidfd, self._on_exit, worker)
         return worker.pid
 
-    def spawn(self, worker: WorkerProcess, environment: Mapping[str, str], inherit: Sequence[int] = ()) -> int:
+    def new(self, environment: Mapping[str, str], inherit: Sequence[int] = ()) -> MakeProcess:
+        """Return a function that starts a process with the command of a worker.
+
+        ``inherit``: descriptors of a process that waits to become a worker, which is started with signals blocked.
+        """
+        return lambda out, err: spawn(self._spec.command, environment, out, err, inherit, deaf=bool(inherit))
+
+    def spawn(self, worker: WorkerProcess, make: MakeProcess) -> int:
         """Start a process with the output streams of ``worker``.  Return its pidfd, which the caller watches.
 
-        ``inherit``: descriptors of a prepared process, which is started with signals blocked.  Raises OSError if the
-        process cannot be started.
+        Raises OSError if the process cannot be started.
         """
-        log = self._folder.open_log(path) if (path := self._spec.log_file(worker.worker_id)) else None
+        is_worker = worker.worker_id != FORK_SERVER
+        log = self._folder.open_log(Path(worker.log)) if worker.log else None
         # A newcomer that runs Megatron with --recover prints the line that ``ConsoleFilter`` awaits.
         prints = self._spec.fault_tolerant and self._spec.script.takes_megatron_flags
         newcomer = worker.worker_id >= self._spec.world_size and prints
         streams, stdout, stderr = self._console.attach(
-            str(worker.worker_id), worker.worker_id, log, newcomer=newcomer and not self._spec.coordinators
+            str(worker.worker_id) if is_worker else "imports",
+            worker.worker_id,
+            log,
+            newcomer=newcomer and not self._spec.coordinators,
         )
         try:
-            worker.pid, pidfd = spawn(self._spec.command, environment, stdout, stderr, inherit, deaf=bool(inherit))
+            worker.pid, pidfd = make(stdout, stderr)
         except OSError:
             for stream in streams:
                 stream.drain_and_close()

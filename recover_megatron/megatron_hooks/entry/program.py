@@ -36,7 +36,7 @@ from recover_megatron.hostdevice import megatron_fixes
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.monkeypatch import SCRIPT, Megatron, find_megatron, wrap
-from recover_megatron.network import handover
+from recover_megatron.network import fork_server, handover
 
 log = get_logger(__name__)
 
@@ -212,13 +212,16 @@ def load(config: RecoverConfig) -> Program:
 def _activated(program: Program) -> Program:
     """Wait until this prepared process becomes a worker; return ``program`` with the values of that worker.
 
-    Exits if the imports have opened a CUDA device, because the waiting process would hold some of its memory.
+    A fork server never returns, but the processes that it forks do.  Exits if the imports have opened a CUDA
+    device, because the waiting process would hold some of its memory.
     """
     import torch
 
     importlib.import_module("recover_megatron.megatron_hooks.entry.fault_tolerance")
     code.remember()
-    if not handover.is_given():
+    if fork_server.is_server():
+        fork_server.serve()
+    elif not handover.is_given():
         if torch.cuda.is_initialized() and not hostdevice.is_active():
             log.error("an imported module has opened a CUDA device, which this prepared process must not hold")
             os._exit(EXIT_OWN_FAULT)
