@@ -79,11 +79,11 @@ _MINOR = to_coordinator.Heartbeat, to_coordinator.Heard, to_coordinator.Join, to
 class Coordinator:
     """Candidate coordinator: a state machine without I/O. Times are seconds of a monotonic clock.
 
-    The caller passes every event to ``handle``, carries out the returned effects in order, and sends ``Tick`` at time
-    ``deadline``. ``salt``: 32 random bits that make this coordinator's terms unique. ``slack``: if two halves of the
-    run differ by at most this number of workers, the lease (effect ``AskForLease``) decides which half continues;
-    None: the run has no lease. ``lease``: path of the lease, which is sent to candidates that join. ``nodes``: nodes
-    about which the witness can be asked (see ``Witness``); requires a lease.
+    The caller passes every event to ``handle`` (see also ``heartbeat``), carries out the returned effects in order, and
+    sends ``Tick`` at time ``deadline``. ``salt``: 32 random bits that make this coordinator's terms unique. ``slack``:
+    if two halves of the run differ by at most this number of workers, the lease (effect ``AskForLease``) decides which
+    half continues; None: the run has no lease. ``lease``: path of the lease, which is sent to candidates that join.
+    ``nodes``: nodes about which the witness can be asked (see ``Witness``); requires a lease.
     """
 
     def __init__(
@@ -151,6 +151,18 @@ class Coordinator:
                 self.history.note(effect.record, self.epochs.plan, now)
         return effects
 
+    def heartbeat(self, session: int, beat: to_coordinator.Heartbeat, now: float) -> bool:
+        """Record a worker's heartbeat, without an event or effect, because nearly all messages are heartbeats.
+
+        Return True if the caller must answer it; False: ``handle`` must process it.
+        """
+        worker, steady = self.roster.sessions.get(session), self.state is State.STEADY
+        if not isinstance(worker, Member) or self.state is State.STOPPED:
+            return False
+        self.roster.hear(worker, now)
+        worker.progress.heartbeat(beat, now, may_wait=steady and worker.done <= self.epochs.committed)
+        return True
+
     def _apply(self, event: CoordinatorEvent, now: float) -> None:
         match event:
             case _ if self.state is State.STOPPED:
@@ -190,14 +202,14 @@ class Coordinator:
         elif peer.back:
             self.roster.set_aside_again(peer)
         elif peer.fate is Fate.LIVE:
-            self._lost_touch(peer, reason, now)
+            self._lost_touch(peer, reason, now, connected=False)
 
-    def _lost_touch(self, worker: Member, reason: str, now: float) -> None:
-        """Record the end of the connection of a worker that may still be running, and evict late workers."""
+    def _lost_touch(self, worker: Member, reason: str, now: float, *, connected: bool) -> None:
+        """Record that a worker that may still be running is not reached, and evict late workers."""
         if self._is_taking_over:
             self._takeover.connection_ended(worker, reason, now)
         else:
-            self.lateness.connection_ended(worker, reason, now)
+            (self.lateness.unacknowledged if connected else self.lateness.connection_ended)(worker, reason, now)
             self.lateness.evict(self._awaited, now)
 
     def _acknowledged(self, session: int, silence: float, delivered: bool, now: float) -> None:
@@ -213,12 +225,7 @@ class Coordinator:
                 worker.delivered = self.rendezvous.opened.epoch
         if not isinstance(worker, Member) or silence <= self.settings.heartbeat_timeout:
             return
-        reason = f"its host has not acknowledged any data for {silence:.1f} s"
-        if self._is_taking_over:
-            self._takeover.connection_ended(worker, reason, now)
-        else:
-            self.lateness.unacknowledged(worker, reason, now)
-            self.lateness.evict(self._awaited, now)
+        self._lost_touch(worker, f"its host has not acknowledged any data for {silence:.1f} s", now, connected=True)
 
     @property
     def _is_taking_over(self) -> bool:
@@ -350,14 +357,14 @@ class Coordinator:
 
     def _received(self, session: int, message: to_coordinator.ToCoordinator, now: float) -> None:
         peer = self.roster.sessions.get(session)
-        if peer is not None:
+        if isinstance(message, to_coordinator.Heartbeat) and self.heartbeat(session, message, now):
+            self._out.send([session], to_member.Beat(message.number))
+        elif peer is not None:
             self.roster.hear(peer, now)
             if isinstance(peer, Member):
                 self._from_worker(peer, session, message, now)
             elif isinstance(message, to_coordinator.Candidate):
                 self._candidates.has(peer, message.address)
-            elif isinstance(message, to_coordinator.Beat):
-                self._out.send([session], to_member.Beat(message.number))
             else:
                 self.roster.from_node_agent(peer, message, self.leadership.term, now)
         elif isinstance(message, to_coordinator.Observe | to_coordinator.Drain):
@@ -378,12 +385,7 @@ class Coordinator:
             self._candidates.greet(session)
 
     def _from_worker(self, worker: Member, session: int, message: to_coordinator.ToCoordinator, now: float) -> None:
-        epochs, changes = self.epochs, self.roster.changes
-        steady = self.state is State.STEADY
-        if isinstance(message, to_coordinator.Heartbeat):  # nearly all messages
-            worker.progress.heartbeat(message, now, may_wait=steady and worker.done <= epochs.committed)
-            self._out.send([session], to_member.Beat(message.number))
-            return
+        epochs, changes, steady = self.epochs, self.roster.changes, self.state is State.STEADY
         of_this_epoch = steady and isinstance(message, fields.OfEpoch) and message.epoch == epochs.formed.epoch
         match message:
             case to_coordinator.Join() if worker.fate is Fate.ASIDE:

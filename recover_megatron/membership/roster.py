@@ -265,6 +265,8 @@ class Roster:
     def from_node_agent(self, node_agent: NodeAgentStatus, message: ToCoordinator, term: int, now: float) -> None:
         """Record a launcher's message. ``term``: this coordinator's term; 0: it does not lead."""
         match message:
+            case to_coordinator.Beat(number) if node_agent.session is not None:
+                self._out.send([node_agent.session], to_member.Beat(number))
             case to_coordinator.Ack() if message.term == term:
                 node_agent.acknowledged = max(node_agent.acknowledged, message.epoch)
             case to_coordinator.Spawned(worker, pid):

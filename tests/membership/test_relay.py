@@ -36,6 +36,8 @@ from recover_megatron.membership.wire import FROM_RELAY, MAX_TO_COORDINATOR, TO_
 from recover_megatron.network import messages as wire
 from tests.harness.waiting import DEADLINE, eventually
 
+BEAT = Heartbeat(1, 1, "compute", waiting=False, allow=0.0, number=3)
+
 
 def a_name() -> str:
     return f"recover-test-{secrets.token_hex(8)}"
@@ -268,19 +270,20 @@ def test_heartbeats_of_a_node_are_answered_together_and_unknown_channels_do_no_h
     run = Run(1)
     raw = Raw(socket.create_connection(run.address))
     raw.prove()
-    raw.send(relayed.Relay(), relayed.Opened(5))
-    raw.until(b"to")
-    challenge = wire.CHALLENGE.parse(raw.body() or b"")
-    raw.send(relayed.From(9), framed(b"not looked at"), relayed.From(5), SECRET.answer(challenge)[0])
-    raw.until(b"proof")
+    raw.send(relayed.Relay())
+    for channel in (6, 5):
+        raw.send(relayed.Opened(channel))
+        raw.until(b"to")
+        challenge = wire.CHALLENGE.parse(raw.body() or b"")
+        raw.send(relayed.From(9), framed(b"not looked at"), relayed.From(channel), SECRET.answer(challenge)[0])
+        raw.until(b"proof")
     attach = Attach(WorkerId(0), "0f" * 16, "host", 1, NOTHING, done=0)
-    beat = Heartbeat(1, 1, "compute", waiting=False, allow=0.0, number=3)
-    raw.send(relayed.From(5), attach, relayed.Beats([(9, beat), (5, beat)]))
+    # Channel 9 is unknown. Channel 6 has not attached, so it is refused, once.
+    raw.send(relayed.From(5), attach, relayed.Beats([(9, BEAT), (6, BEAT), (6, BEAT), (5, BEAT)]))
     assert TO_RELAY.parse(raw.until(b"answers")) == relayed.Answers([(5, 3)])
     raw.send(relayed.Closed(9, ended=True, reason="gone"), relayed.WasRead(9), relayed.Read(9))
     assert raw.is_closed()  # ``Read`` is no message of a relay
-    eventually(lambda: run.of("fault", "relay_lost"), "it is logged")
-    assert run.of("fault", "relay_lost") == ["relay_lost"]
+    eventually(lambda: run.of("fault", "refused", "relay_lost") == ["refused", "relay_lost"], "it is logged")
 
 
 def test_a_relay_keeps_the_order_of_a_workers_messages() -> None:
@@ -289,7 +292,7 @@ def test_a_relay_keeps_the_order_of_a_workers_messages() -> None:
     threading.Thread(target=relay.serve_forever, daemon=True).start()
     worker = Raw(socket.socket(socket.AF_UNIX))
     worker.sock.connect("\0" + name)
-    beat, done = Heartbeat(1, 1, "compute", waiting=False, allow=0.0, number=3), Done(1, 1)
+    done = Done(1, 1)
     worker.send(relayed.Dial(candidate.getsockname()[:2]))
     relays = Raw(candidate.accept()[0])
     challenge = wire.Challenge(wire.PROTOCOL_VERSION, "0f" * 32)
@@ -299,12 +302,12 @@ def test_a_relay_keeps_the_order_of_a_workers_messages() -> None:
     relays.send(proof)
     opened = FROM_RELAY.parse(relays.until(b"opened"))
     assert isinstance(opened, relayed.Opened)
-    worker.send(beat, done, beat, beat, done)
+    worker.send(BEAT, done, BEAT, BEAT, done)
     received = list[bytes]()
     while received.count(wire.encode(done)[4:]) < 2:
         received.append(relays.body() or b"")
     channel = opened.channel
-    once, twice = relayed.Beats([(channel, beat)]), relayed.Beats([(channel, beat)] * 2)
+    once, twice = relayed.Beats([(channel, BEAT)]), relayed.Beats([(channel, BEAT)] * 2)
     later = [relayed.From(channel), done]
     assert received == [wire.encode(message)[4:] for message in [once, *later, twice, *later]]
 
@@ -313,21 +316,20 @@ def test_heartbeats_that_a_relay_cannot_send_yet_are_few_and_none_comes_before_t
     candidate, name = socket.create_server(("127.0.0.1", 0)), a_name()
     relay = program.Relay(program.listen(name), SECRET)
     threading.Thread(target=relay.serve_forever, daemon=True).start()
-    beat = Heartbeat(1, 1, "compute", waiting=False, allow=0.0, number=3)
     early, worker = (Raw(socket.socket(socket.AF_UNIX)) for _ in range(2))
     for raw in (early, worker):
         raw.sock.connect("\0" + name)
         raw.send(relayed.Dial(candidate.getsockname()[:2]))
         raw.until(b'relaying","reached":true')  # a candidate whose only worker is lost is forgotten
     relays = Raw(candidate.accept()[0])
-    early.send(beat)
+    early.send(BEAT)
     assert early.is_closed()
     relays.send(challenge := wire.Challenge(wire.PROTOCOL_VERSION, "0f" * 32))
     proof = SECRET.accept(challenge.nonce, wire.AUTH.parse(relays.body() or b""))
     assert proof is not None
     relays.send(proof)
     relays.until(b"opened")
-    worker.send(*[beat] * (relayed.MOST_CHANNELS + 1000))
+    worker.send(*[BEAT] * (relayed.MOST_CHANNELS + 1000))
     counts = list[int]()
     while sum(counts) < relayed.MOST_CHANNELS + 1000:
         beats = FROM_RELAY.parse(relays.until(b"beats"))

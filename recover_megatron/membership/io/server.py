@@ -16,7 +16,6 @@ and then carries their connections as its channels. The state machine knows noth
 from __future__ import annotations
 
 import errno
-import itertools
 import secrets
 import socket
 import time
@@ -100,17 +99,6 @@ class _Relay:
         """Channel from which the next frame comes; None: the next frame is a message of the relay."""
         self.reading: dict[int, list[Received]] = {}
         """Channel that the relay must read -> messages to handle when it has done so."""
-        self._answers: list[tuple[int, int]] = []
-
-    def answer(self, channel: int, number: int) -> bool:
-        """Keep the answer to a heartbeat for ``send_answers``. Return whether it is the first since then."""
-        self._answers.append((channel, number))
-        return len(self._answers) == 1
-
-    def send_answers(self) -> None:
-        answers, self._answers = self._answers, []
-        for some in itertools.batched(answers, relayed.MOST_CHANNELS):
-            self.line.gather(messages.encode(relayed.Answers(list(some))))
 
 
 class CoordinatorServer:
@@ -332,10 +320,16 @@ class CoordinatorServer:
             case relayed.From(channel):
                 relay.source = channel
             case relayed.Beats(beats):
-                now = time.monotonic()
+                now, answers = time.monotonic(), []
                 for channel, beat in beats:
                     if (source := relay.channels.get(channel)) is not None and source.proved:
-                        self._handle(Received(source.number, beat), now)
+                        if not self._loop.errors and self.coordinator.heartbeat(source.number, beat, now):
+                            answers.append((channel, beat.number))
+                        else:
+                            self._handle(Received(source.number, beat), now)
+                if answers:
+                    relay.line.send(messages.encode(relayed.Answers(answers)))
+                    self._check_backlog(connection)
             case relayed.Opened(channel):
                 if channel in relay.channels or len(relay.channels) >= relayed.MOST_CHANNELS:
                     raise messages.WireError(f"channel {channel} cannot be opened")
@@ -392,13 +386,8 @@ class CoordinatorServer:
             connection = self._connections.get(session)
             if connection is None or connection.closing:
                 continue
-            relay = connection.relay
-            if relay is not None and isinstance(message, to_member.Beat) and message.answers:
-                if relay.answer(connection.channel, message.answers):
-                    self._loop.call_soon(relay.send_answers)
-                continue
             frame = frame or messages.encode(message)
-            if relay is None:
+            if (relay := connection.relay) is None:
                 if connection.line.queued and isinstance(message, to_member.View):
                     continue  # an observer that has not read its last view gets no new one
                 connection.line.send(frame)
