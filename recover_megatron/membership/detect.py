@@ -119,11 +119,10 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     progress = list(group)
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
     if not waiting:
-        last = max((p.marked for p in progress), default=now)
-        if now - max(last, fresh) <= hang_timeout:
+        if not progress or any(now - max(p.marked, fresh) <= hang_timeout for p in progress):
             return Judgement()
-        slow = [p.worker for p in progress if p.phase in STORAGE_PHASES and now - max(last, fresh) > hang_timeout]
-        last = max((p.marked + _allowed(p, now, hang_timeout) for p in progress), default=now)
+        slow = [p.worker for p in progress if p.phase in STORAGE_PHASES]
+        last = max(p.marked + _allowed(p, now, hang_timeout) for p in progress)
         if now - max(last, fresh) <= hang_timeout:
             return Judgement(slow=slow)
         hung = [p.worker for p in progress if p.heard is not None and now - p.heard > hang_timeout]

@@ -35,6 +35,8 @@ class Lateness:
         """True if some worker was waiting at the last call of ``evict``."""
         self._deaf: dict[WorkerId, tuple[float, str]] = {}
         """Worker whose host acknowledges no data -> time of the last probe, and why the worker is late."""
+        self._heard = -math.inf
+        """Time before which the silence of no attached worker has begun, so that ``_quiet`` need not search for it."""
         self._roster = roster
         self._epochs = epochs
         self._out = out
@@ -48,22 +50,24 @@ class Lateness:
         receives, so that its receive buffer keeps room for important messages.
         """
         roster, settings = self._roster, self._roster.settings
-        for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
+        seconds = 1.5 * settings.heartbeat_interval
+        for worker in self._quiet(seconds, now):
             assert worker.session is not None
             deaf = roster.silence(worker, now) > settings.heartbeat_timeout and roster.vouched(worker, now)
             if deaf and not held_up:
                 self._out.do(Probe(worker.session))
             self._out.send([worker.session], to_member.Beat())
-        for node_agent in (agent for agent in roster.node_agents.values() if agent.session is not None):
-            assert node_agent.session is not None
+        for node_agent in roster.node_agents.values():
             silence = roster.silence(node_agent, now)
+            if silence <= seconds or node_agent.session is None:
+                continue
             if silence > settings.heartbeat_timeout:
                 if not node_agent.silent:
                     self._out.log("witness_gone", node=node_agent.node, reason="silent")
                 node_agent.silent = True
                 if not held_up:
                     self._out.do(Probe(node_agent.session))
-            if silence > max(1.5 * settings.heartbeat_interval, 1.1 * node_agent.asked):
+            if silence > 1.1 * node_agent.asked:
                 self._out.send([node_agent.session], to_member.Beat())
                 node_agent.asked = silence
 
@@ -186,7 +190,10 @@ class Lateness:
     def _quiet(self, seconds: float, now: float) -> list[Member]:
         """Return attached workers that have been silent for more than ``seconds``."""
         heard_by = now - seconds  # as in ``silence``, without a call for each worker
-        return [w for w in self._roster.workers.values() if w.heard + w.excused < heard_by and w.session is not None]
+        workers = self._roster.workers.values() if heard_by > self._heard else ()
+        quiet = [w for w in workers if w.heard + w.excused < heard_by and w.session is not None]
+        self._heard = self._heard if quiet else max(heard_by, self._heard)
+        return quiet
 
     def _not_heard(self, now: float) -> dict[WorkerId, str]:
         """Return worker -> reason, for workers that are late because they are silent or have no connection."""
