@@ -46,11 +46,11 @@ class _FateOf:
 
     changes = 0
 
-    def __get__(self, member: Member | None, kind: type[Member]) -> Any:
-        return Fate.LIVE if member is None else member.__dict__["fate"]
+    def __get__(self, member: Any, kind: type[Member]) -> Any:
+        return Fate.LIVE if member is None else member._fate
 
-    def __set__(self, member: Member, fate: Fate) -> None:
-        member.__dict__["fate"] = fate
+    def __set__(self, member: Any, fate: Fate) -> None:
+        member._fate = fate  # ``__dict__`` would make CPython create a dict for each member, and read it more slowly
         _FateOf.changes += 1
 
 
