@@ -157,7 +157,7 @@ class Coordinator:
         Return True if the caller must answer it; False: ``handle`` must process it.
         """
         worker, steady = self.roster.sessions.get(session), self.state is State.STEADY
-        if not isinstance(worker, Member) or self.state is State.STOPPED:
+        if not isinstance(worker, Member) or self.state in (State.STOPPED, State.RETIRED):
             return False
         self.roster.hear(worker, now)
         worker.progress.heartbeat(beat, now, may_wait=steady and worker.done <= self.epochs.committed)

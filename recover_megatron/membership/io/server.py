@@ -274,6 +274,9 @@ class CoordinatorServer:
                 raise messages.WireError("a member, or a relay behind a relay, must not be a relay")
             connection.carries = _Relay(connection)
             return
+        if isinstance(message, to_coordinator.Heartbeat) and self._record(connection, message, time.monotonic()):
+            self._send((connection.number,), to_member.Beat(message.number))
+            return
         received = Received(connection.number, message)
         if not isinstance(message, to_coordinator.Ended) or not self._read_first(message.worker, received):
             self._handle(received)
@@ -305,6 +308,10 @@ class CoordinatorServer:
             self._read(connection)
         return False
 
+    def _record(self, connection: _Connection, beat: to_coordinator.Heartbeat, now: float) -> bool:
+        """Record a heartbeat; return True if it must be answered now, False if the coordinator must ``handle`` it."""
+        return not self._loop.errors and self.coordinator.heartbeat(connection.number, beat, now)
+
     def _was_read(self, relay: _Relay, channel: int) -> None:
         for received in relay.reading.pop(channel, []):
             self._handle(received)
@@ -323,7 +330,7 @@ class CoordinatorServer:
                 now, answers = time.monotonic(), []
                 for channel, beat in beats:
                     if (source := relay.channels.get(channel)) is not None and source.proved:
-                        if not self._loop.errors and self.coordinator.heartbeat(source.number, beat, now):
+                        if self._record(source, beat, now):
                             answers.append((channel, beat.number))
                         else:
                             self._handle(Received(source.number, beat), now)
