@@ -1,11 +1,11 @@
-"""Measure the time from a worker's death until all replicas train again: hot spare, replacement, restarted job.
+"""Measure the time from a worker's death until all replicas train again: hot spare, replacements, restarted job.
 
     python benchmarks/bench_spares.py --runs 3
 
 recover-run trains on the host device, with three data-parallel replicas of one worker each, which simulate devices that
 take --microbatch-seconds per microbatch.  After iteration STRIKE one worker gets SIGKILL; for the restarted job the
-complete job gets SIGKILL, as from a scheduler.  A replacement is a prepared process, or a new one (--prepared-workers
-0).  Columns, in seconds from the kill:
+complete job gets SIGKILL, as from a scheduler.  A replacement is forked (--fork-workers), a prepared process, or a new
+one (--prepared-workers 0).  Columns, in seconds from the kill:
 
     next step       until the next iteration is committed
     whole           until the first iteration of three replicas begins, which is "committed" less the duration of an
@@ -13,7 +13,8 @@ complete job gets SIGKILL, as from a scheduler.  A replacement is a prepared pro
     committed       until the first iteration of three replicas is committed
     groups, state   parts of "committed", from the log of the worker that takes the place: its process groups, its state
     lost            number of iterations that are run again (the restarted job has --save-interval 10)
-    memory          MiB of host memory of the waiting prepared process (its proportional set size)
+    memory          MiB of host memory of the process that waits to be, or to fork, a replacement (its proportional set
+                    size: pages that it shares with workers are divided by the number of processes)
 
 The methods take turns, so that other load slows all of them equally.
 """
@@ -33,6 +34,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import (
@@ -48,14 +51,14 @@ from benchmarks.megatron_runs import (
     write,
 )
 from recover_megatron.run_log.steps import StepRecord, read_steps
+from recover_megatron.variables import ROOM_VARIABLE
 
-WAYS = ("hot spare", "prepared replacement", "new replacement", "job started again")
+WAYS = ("hot spare", "forked replacement", "prepared replacement", "new replacement", "job started again")
 REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10
 """The kill comes when iteration STRIKE is committed.  After the first iteration of three replicas, a run is stopped as
 soon as its steps.jsonl has GO_ON iterations.  SAVE is the value of --save-interval."""
 WAITS = {"hot spare": "is ready for position", "prepared replacement": "is prepared to replace"}
 """Method -> text in the log of the process that waits for a death."""
-PREPARED = re.compile(r"process (\d+) is prepared to replace")
 TAKES = re.compile(r"takes position .*: groups ([\d.]+) s, state ([\d.]+) s")
 PATIENCE = 300.0
 
@@ -72,6 +75,10 @@ class Launch:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             env=environment(BENCH_OUT=str(folder.parent), **played(pace), **more),
         )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def steps(self) -> list[StepRecord]:
         path = self.logs / "steps.jsonl"
@@ -95,12 +102,10 @@ class Launch:
         return self._process.poll()
 
 
-def resident(log: Path) -> float:
-    """Return the proportional set size, in MiB, of the prepared process that has written ``log``."""
-    pid = PREPARED.search(log.read_text())
-    assert pid is not None
-    rollup = dict(line.split(":", 1) for line in Path(f"/proc/{pid[1]}/smaps_rollup").read_text().splitlines()[1:])
-    return int(rollup["Pss"].split()[0]) / 1024
+def resident(launcher: int) -> float:
+    """Return the proportional set size, in MiB, of the only child of ``launcher`` that waits in ``load``; 0: none."""
+    waiting = [child for child in psutil.Process(launcher).children() if ROOM_VARIABLE in child.environ()]
+    return sum(child.memory_full_info().pss for child in waiting) / 2**20
 
 
 def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
@@ -110,15 +115,14 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
     training = [SCRIPT, *COMMON, *model.argv, "--train-iters", "100000", "--log-interval", "1000", *saves, "--recover"]
     training += ["--global-batch-size", str(12 * model.micro_batch)]
     more = ["--recover-spares", "1"] if way == "hot spare" else []
-    prepared = str(int(way == "prepared replacement"))
-    launcher = ["--max-restarts", "1", "--prepared-workers", prepared] if "replacement" in way else []
+    launcher = ["--max-restarts", "1"] if "replacement" in way else []
+    launcher += {"forked replacement": ["--fork-workers"], "new replacement": ["--prepared-workers", "0"]}.get(way, [])
     run = Launch(folder / "first", [*launcher, *training, *more], options.microbatch_seconds)
-    log, memory = folder / "first" / f"worker-{REPLICAS}.log", 0.0
+    log = folder / "first" / f"worker-{REPLICAS}.log"
     if way in WAITS:
         run.wait(lambda: log.exists() and WAITS[way] in log.read_text())
     run.wait(lambda: len(run.steps()) >= STRIKE)
-    if way == "prepared replacement":
-        memory = resident(log)
+    memory = resident(run.pid)
     before = run.steps()
     iteration = statistics.median(step.seconds for step in before[-10:])
     done = before[-1].iteration

@@ -217,8 +217,9 @@ def _activated(program: Program) -> Program:
     """
     import torch
 
-    importlib.import_module("recover_megatron.megatron_hooks.entry.fault_tolerance")
-    code.remember()
+    if program.config.enabled:
+        importlib.import_module("recover_megatron.megatron_hooks.entry.fault_tolerance")
+        code.remember()
     if fork_server.is_server():
         fork_server.serve()
     elif not handover.is_given():
