@@ -33,7 +33,7 @@ class LineFormat:
 
     plain   on the console with the prefix ``[id]``; in the log file unchanged
     iso     2026-01-31T12:00:00.123Z node-0 worker 3: text
-    json    {"time": ..., "node": ..., "worker": 3, "stream": "stderr", "text": ...}
+    json    {"time": ..., "node": ..., "worker": 3, "stream": "stderr", "text": ...}; a fork server is "imports"
 
     The time of a worker's line is when the launcher read it; other processes write the time of the log message.
     """

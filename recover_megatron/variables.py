@@ -46,6 +46,11 @@ PREPARED_VARIABLE = "RECOVER_PREPARED"
 by which a fork server gets requests (``network/fork_server.py``)."""
 ROOM_VARIABLE = "RECOVER_ROOM"
 """Room for variables that /proc/PID/environ shows when a prepared process has become a worker."""
+OF_A_WORKER = (
+    WORKER_ID_VARIABLE, LOG_DIR_VARIABLE, JOIN_VARIABLE, PREPARED_VARIABLE, RELAY_VARIABLE, REPLACED_VARIABLE,
+    ROOM_VARIABLE, SPARE_VARIABLE,
+)  # fmt: skip
+"""Variables that a launcher ignores in its own environment: it was started by a worker of another launch."""
 ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
 """Number of earlier attempts to start the run; only the launcher reads it."""
 WITHOUT_VARIABLE = "RECOVER_START_WITHOUT"

@@ -23,7 +23,7 @@ from recover_megatron.rules import (
     reasons,
     unless,
 )
-from recover_megatron.variables import PREPARED_VARIABLE
+from recover_megatron.variables import PREPARED_VARIABLE, WORKER_ID_VARIABLE
 
 log = get_logger(__name__)
 
@@ -205,7 +205,11 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def speaks() -> bool:
-    """Return whether this process logs for the run: it has rank 0 or no rank, and is neither spawned nor prepared."""
+    """Return whether this process logs for the run: it has rank 0 or no rank, and is neither spawned nor prepared.
+
+    A fork server has no worker id and no rank; that of node 0 logs for the workers that it forks later.
+    """
     main = sys.modules.get("__mp_main__")  # set by script.py, and by multiprocessing in a spawned process
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
-    return os.environ.get("RANK", "0") == "0" and not spawned and PREPARED_VARIABLE not in os.environ
+    prepared = PREPARED_VARIABLE in os.environ and WORKER_ID_VARIABLE in os.environ
+    return os.environ.get("RANK", os.environ.get("GROUP_RANK", "0")) == "0" and not spawned and not prepared

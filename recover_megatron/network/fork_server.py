@@ -51,7 +51,7 @@ class ForkServer:
         """Return the server's next message.  Raises OSError if none comes within SECONDS, or if the server ended."""
         if not (message := self.channel.recv(_LARGEST)):
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-        return message.decode()
+        return message.decode(errors="replace")
 
     def fork(self, descriptors: Sequence[int]) -> int:
         """Fork a process with ``descriptors``: the pipe of its ``Handover``, its stdout and its stderr.
@@ -108,6 +108,9 @@ def obstacle(channel: int) -> str:
     os.waitpid(between, 0)  # a thread pool that supports forks, as OpenBLAS's, has just ended, and starts when needed
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"the imported modules have started {threads - 1} threads, which forked workers would lack"
+    with contextlib.suppress(ChildProcessError):  # there is no child
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return "the imported modules have started a process, which forked workers would share"
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listed folder
             target = os.readlink(f"/proc/self/fd/{name}")
@@ -127,6 +130,7 @@ def _fork() -> int:
     try:
         if (between := os.fork()) == 0:
             between = os.getpid()
+            os.setsid()  # the worker is at no time in the session of the server, which is killed with the server
             try:
                 pid = os.fork()
             except OSError as error:

@@ -150,6 +150,26 @@ def test_the_document_lists_them_all():
         assert re.search(rf"^\| {re.escape(what)} \|.*`{re.escape(file)}`", documented, re.MULTILINE), what
 
 
+@pytest.mark.parametrize(
+    ("variables", "logs"),
+    [
+        ({}, True),
+        ({"RANK": "0", "GROUP_RANK": "1"}, True),
+        ({"RANK": "1", "GROUP_RANK": "0"}, False),
+        ({"RECOVER_PREPARED": "3", "RECOVER_WORKER_ID": "0", "GROUP_RANK": "0"}, False),
+        ({"RECOVER_PREPARED": "3", "GROUP_RANK": "0"}, True),
+        ({"RECOVER_PREPARED": "3", "GROUP_RANK": "1"}, False),
+    ],
+    ids=["alone", "rank 0", "rank 1", "prepared", "fork server of node 0", "fork server of node 1"],
+)
+def test_one_process_logs_for_the_run(monkeypatch, variables, logs):
+    for name in ("RANK", "GROUP_RANK", "RECOVER_PREPARED", "RECOVER_WORKER_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert flags.speaks() is logs
+
+
 @pytest.mark.slow
 def test_megatrons_own_parser_knows_the_names_and_the_defaults_can_run(fresh_python):
     code = f"""

@@ -21,6 +21,7 @@ from recover_megatron.launch.workers.environment import WorkerEnvironment
 from recover_megatron.membership.__main__ import address_of, make_listener
 from recover_megatron.network.connection import family_of
 from recover_megatron.network.event_loop import EventLoop
+from recover_megatron.variables import OF_A_WORKER
 from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
@@ -114,6 +115,12 @@ def test_omp_threads_are_limited_only_if_the_user_has_not_chosen(bench, monkeypa
     assert limited.err.count("OMP_NUM_THREADS") == 1
     alone = bench.run(script)
     assert "OMP_NUM_THREADS" not in environments(alone)["0"]
+
+
+def test_variables_of_another_launch_reach_no_process():
+    spec, _ = arguments.parse(["script.py"], {**dict.fromkeys(OF_A_WORKER, "0"), "MINE": "kept"})
+    assert spec.environ == {"MINE": "kept"}
+    assert {"RECOVER_WORKER_ID", "RECOVER_LOG_DIR", "RECOVER_JOIN"} <= set(OF_A_WORKER)
 
 
 def test_log_dir_variable_is_only_that_of_the_option(bench):

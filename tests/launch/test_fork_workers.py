@@ -17,7 +17,7 @@ from tests.launch.conftest import SECRET
 from tests.launch.test_newcomers import AGREEING, HELD, LONGER, awaits, how_to_join, plans, said, training
 
 SCRIPT = f"""
-    import atexit, os, random, runpy, socket, sys, threading, time
+    import os, random, runpy, socket, subprocess, sys, threading, time
     import numpy.random
     from recover_megatron.megatron_hooks.entry.program import load
     from recover_megatron.network import fork_server, handover
@@ -32,10 +32,16 @@ SCRIPT = f"""
             threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
         if fault == "connection":
             connection = socket.socket()
+        if fault == "process":
+            helper = subprocess.Popen(["sleep", "1000"])
         if fault == "exit":
             sys.exit()
         if fault == "fork":
             fork_server._fork = lambda: os.kill(10**9, 0)
+        if fault == "second fork":
+            forks, begin = [fork_server._fork, lambda: os.kill(10**9, 0)], fork_server._begin
+            fork_server._fork = lambda: forks.pop(0)()
+            fork_server._begin = lambda *arguments: (time.sleep(1), begin(*arguments))
         print("IMPORTED", os.getpid(), *({{"RANK", "LOCAL_RANK", "ROLE_RANK"}} & set(os.environ)), flush=True)
         fork_server.serve()
     if handover.is_prepared():
@@ -90,7 +96,8 @@ def test_workers_are_forked_only_of_a_script_that_waits(options, reason):
 
 @slow
 def test_workers_and_replacements_are_forked_and_are_processes_like_others(bench):
-    launch = training(bench, 3, 2, *forks(bench), environment={**HELD, **awaits([4])})
+    own = {"RECOVER_WORKER_ID": "1"}  # the launcher was started by a worker of another launch
+    launch = training(bench, 3, 2, *forks(bench), environment={**HELD, **awaits([4]), **own})
     pid = server(launch)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         os.kill(pid, number)  # SLURM sends them to all processes of the step
@@ -131,9 +138,11 @@ def test_workers_and_replacements_are_forked_and_are_processes_like_others(bench
         ("exit", r"the fork server, process \d+, finished after"),
         ("thread", "the imported modules have started 1 threads?, which forked workers would lack"),
         ("connection", "the imported modules have opened a connection, which workers would share"),
+        ("process", "the imported modules have started a process, which forked workers would share"),
+        ("second fork", r"process \d+ could not fork worker 1 \(\[Errno 3\] No such process\)"),
         ("fork", r"process \d+ could not fork worker 0 \(\[Errno 3\] No such process\)"),
     ],
-    ids=["import", "exit", "thread", "connection", "fork"],
+    ids=["import", "exit", "thread", "connection", "process", "second fork", "fork"],
 )
 def test_if_the_server_cannot_fork_workers_they_are_new_processes(bench, fault, said_of_it):
     launch = training(bench, 2, 1, *forks(bench), environment={**HELD, **awaits([2]), "FAULT": fault})

@@ -321,3 +321,14 @@ def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kil
     table.reap(worker)
     os.close(table._handles[0].pidfd)
     assert (worker.signal, worker.kernel, worker.note, closed) == (number, told, "", [True])
+
+
+def test_zombies_of_an_earlier_start_are_no_foreign_children() -> None:
+    text = (
+        "import os, time; from recover_megatron.launch.workers.processes import Subreaper; "
+        "os.fork() or os._exit(0); os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT); "
+        "owns = Subreaper()._owns_all_children; os.fork() or time.sleep(1000); "
+        "print(owns, Subreaper()._owns_all_children, flush=True); os.kill(0, 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, process_group=0, timeout=60)
+    assert done.stdout.split() == ["True", "False"]

@@ -30,6 +30,7 @@ from recover_megatron.launch.command_line.spec import DEFAULT_PORT_SEVERAL_NODES
 from recover_megatron.launch.slurm import shape_of
 from recover_megatron.launch.workers.states import REFUSED
 from recover_megatron.options import Flag, add_options
+from recover_megatron.variables import OF_A_WORKER
 
 MANUAL = "recover-run --help lists the options"
 
@@ -100,7 +101,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     variables in ``environ`` are used, and with ``--slurm`` SLURM's variables.  Options with a wrong value, and all
     options of a command line that cannot be divided, have their defaults.
     """
-    environ, host = dict(environ), socket.gethostname()
+    environ = {name: value for name, value in environ.items() if name not in OF_A_WORKER}
+    host = socket.gethostname()
     namespace, reasons = _divide(argv)
     if namespace is None:
         return LaunchSpec(host=host, environ=environ), reasons

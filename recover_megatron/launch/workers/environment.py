@@ -20,19 +20,10 @@ from recover_megatron.variables import (
     LOG_DIR_VARIABLE,
     NCCL2_VARIABLE,
     NODE_NAME_VARIABLE,
-    PREPARED_VARIABLE,
-    RELAY_VARIABLE,
     REPLACED_VARIABLE,
-    ROOM_VARIABLE,
     SPARE_VARIABLE,
     WORKER_ID_VARIABLE,
 )
-
-_ANOTHER_LAUNCHERS = (
-    LOG_DIR_VARIABLE, JOIN_VARIABLE, PREPARED_VARIABLE, RELAY_VARIABLE, REPLACED_VARIABLE,
-    ROOM_VARIABLE, SPARE_VARIABLE,
-)  # fmt: skip
-"""Variables that another launcher may have left in this launcher's environment."""
 
 
 def sets_omp_threads(spec: LaunchSpec) -> bool:
@@ -42,10 +33,8 @@ def sets_omp_threads(spec: LaunchSpec) -> bool:
 
 def launch_environment(spec: LaunchSpec) -> dict[str, str]:
     """Return the environment that all workers of this node share: the launcher's, and torchrun's and our variables."""
-    environment = dict(spec.environ)
-    for name in _ANOTHER_LAUNCHERS:
-        environment.pop(name, None)
-    environment |= {
+    environment = {
+        **spec.environ,
         NODE_NAME_VARIABLE: spec.node_name,
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_WORLD_SIZE": str(spec.local_world_size),

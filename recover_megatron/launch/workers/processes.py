@@ -369,8 +369,10 @@ class Subreaper:
 
     def __init__(self) -> None:
         # If a shell became recover-run by exec, this process may have earlier children, which do not belong to the
-        # launch.  Then an inherited child may be a descendant of an earlier child.
-        self._owns_all_children = all(process.parent != os.getpid() for process in process_table().values())
+        # launch.  Then an inherited child may be a descendant of an earlier child.  Zombies are of an earlier start of
+        # this launch (``start_again``).
+        children = [process for process in process_table().values() if process.parent == os.getpid()]
+        self._owns_all_children = not any(child.alive for child in children)
         become_subreaper()
 
     def reap(self) -> None:
