@@ -1,5 +1,4 @@
-"""Compare the seconds from the launch to the end of the first iteration, with torchrun and with
-recover-run.
+"""Compare the seconds from the launch to the end of the first iteration, of torchrun and recover-run.
 
     python benchmarks/bench_startup.py --workers 1 4 8 --repeat 3
 

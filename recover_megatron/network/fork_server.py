@@ -102,7 +102,10 @@ def serve(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def obstacle(channel: int) -> str:
-    """Return why this process must not fork workers; empty if it may.  ``channel``: its connection to the launcher."""
+    """Return why this process must not fork workers; empty if it may.  ``channel``: its connection to the launcher.
+
+    Connections that the launcher has, too, were not opened by the imports: srun gives one for PMI to each task.
+    """
     if (between := os.fork()) == 0:
         os._exit(0)
     os.waitpid(between, 0)  # a thread pool that supports forks, as OpenBLAS's, has just ended, and starts when needed
@@ -111,14 +114,23 @@ def obstacle(channel: int) -> str:
     with contextlib.suppress(ChildProcessError):  # there is no child
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return "the imported modules have started a process, which forked workers would share"
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listed folder
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(DEVICES):
-                return f"the imported modules have opened {target}, which workers cannot share"
-            if target.startswith("socket:") and int(name) not in (0, 1, 2, channel):
-                return "the imported modules have opened a connection, which workers would share"
+    inherited = set(_open_files(os.getppid()).values())
+    for descriptor, target in _open_files(os.getpid()).items():
+        if target.startswith(DEVICES):
+            return f"the imported modules have opened {target}, which workers cannot share"
+        if target.startswith("socket:") and descriptor != channel and target not in inherited:
+            return "the imported modules have opened a connection, which workers would share"
     return ""
+
+
+def _open_files(pid: int) -> dict[int, str]:
+    """Return descriptor -> name of its file or socket, of the process ``pid``; empty if the kernel does not tell."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
+    return found
 
 
 def _fork() -> int:

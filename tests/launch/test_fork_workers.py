@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -92,6 +95,20 @@ def shown(pid: int) -> dict[str, str]:
 def test_workers_are_forked_only_of_a_script_that_waits(options, reason):
     _, reasons = parse(["--fork-workers", *options, "--recover"])
     assert [reason in text for text in reasons] == [True] * (reason is not None)
+
+
+def test_a_connection_that_the_launcher_was_started_with_is_no_obstacle():
+    text = (
+        "import socket; from recover_megatron.network.fork_server import obstacle; "
+        "print(obstacle(-1)); connection = socket.socket(); print(obstacle(-1))"
+    )
+    with socket.socket() as inherited:
+        command, pass_fds = [sys.executable, "-c", text], [inherited.fileno()]
+        done = subprocess.run(command, pass_fds=pass_fds, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == [
+        "",
+        "the imported modules have opened a connection, which workers would share",
+    ]
 
 
 @slow
